@@ -1,0 +1,333 @@
+"""The composition root: the only file that wires config, algorithm, transport, fleet, store and record together."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+from threadpoolctl import threadpool_limits
+
+from regatta import config as configs
+from regatta.algorithms.base import Algorithm
+from regatta.codec import decode, encode
+from regatta.config import Config
+from regatta.errors import EnvError, Interrupted, RegattaError, UsageError
+from regatta.fleet.local import LocalFleet
+from regatta.fleet.supervisor import Supervisor
+from regatta.learner import Display, Learner, Progress
+from regatta.policies.policy import Policy, PolicySpec
+from regatta.rollout import envs
+from regatta.runs.agent import policy_of
+from regatta.runs.checkpoint import Checkpoint
+from regatta.runs.run import Run, RunWriter, find_run
+from regatta.store.base import default_location, open_store
+from regatta.transport.base import LearnerEnd, Message, WorkerEnd, listen
+from regatta.transport.inline import InlineLearner
+from regatta.types import Episode, Failure, FromWorker, Order, Play, SnapshotHeader
+from regatta.worker import TOKEN_ENV, Worker, WorkerSpec
+
+Workers = int | Literal["auto"]
+
+
+class Silent:
+    """A display that shows nothing."""
+
+    def show(self, progress: Progress) -> None: ...
+    def say(self, text: str) -> None: ...
+
+
+class Site(msgspec.Struct, frozen=True):
+    """Who does the work and where they meet; no part of the experiment."""
+
+    workers: Workers = "auto"
+    listen: str | None = None
+    token: str | None = None
+
+
+# -- what users call ----------------------------------------------------------------------------------------
+
+
+def train(
+    preset: str | None = None,
+    overrides: Mapping[str, Any] | Sequence[str] = (),
+    *,
+    file: str | os.PathLike[str] | None = None,
+    seed: int | None = None,
+    name: str | None = None,
+    store: str | None = None,
+    workers: Workers = "auto",
+    listen: str | None = None,
+    token: str | None = None,
+    display: Display | None = None,
+    command: Sequence[str] | None = None,
+) -> Run:
+    """Train an agent and return its run.
+
+        run = regatta.train("cartpole-ppo", {"algorithm.lr": 3e-4}, seed=1, workers=2)
+
+    `preset` is a preset or an algorithm (then give env.id); `workers` are processes on this machine, 0 trains in
+    this one. With `listen` (such as "tcp://127.0.0.1:4444") other workers can join. An interrupt saves the run
+    and raises Interrupted.
+    """
+    texts = _texts(overrides)
+    config = configs.resolve(preset, file=file, overrides=texts, seed=seed)
+    place = open_store(store or default_location())
+    with _session(config, Site(workers, listen, token)) as (algorithm, end, supervisor):
+        record = RunWriter.create(
+            place,
+            preset=config.preset,
+            config=msgspec.to_builtins(config),
+            command=list(command or ["regatta", "train", config.preset, *texts]),
+            name=name,
+            keep=config.run.keep,
+        )
+        _carry_through(Learner(config, algorithm, end, supervisor, record, display or Silent()), record)
+    return find_run(place, record.id)
+
+
+def resume(
+    ref: str,
+    *,
+    store: str | None = None,
+    workers: Workers = "auto",
+    listen: str | None = None,
+    token: str | None = None,
+    display: Display | None = None,
+) -> Run:
+    """Go on with a run from its newest trustworthy checkpoint, as if it had never stopped."""
+    place = open_store(store or default_location())
+    display = display or Silent()
+    run = find_run(place, ref)
+    if run.status().status == "done":
+        raise UsageError(
+            f"run {run.id} is done; for a longer one: regatta train {run.facts.preset} run.steps=NUMBER"
+        )
+    config = configs.from_json(msgspec.json.encode(run.config))
+    checkpoint: Checkpoint | None = None
+    if run.checkpoints():
+        checkpoint, notes = run.checkpoint()
+        for note in notes:
+            display.say(note)
+    with _session(config, Site(workers, listen, token)) as (algorithm, end, supervisor):
+        after = 0 if checkpoint is None else checkpoint.iteration
+        record = RunWriter.resume(place, run.id, after=after, keep=config.run.keep)
+        learner = Learner(config, algorithm, end, supervisor, record, display)
+        if checkpoint is None:
+            display.say("no checkpoint was reached before the run stopped; starting from the beginning")
+        else:
+            learner.restore(checkpoint)
+        _carry_through(learner, record)
+    return find_run(place, run.id)
+
+
+def evaluate(
+    ref: str,
+    *,
+    episodes: int = 20,
+    store: str | None = None,
+    checkpoint: Literal["last", "best"] | int = "last",
+    seed: int = 1_000_000,
+    deterministic: bool = True,
+) -> dict[str, float]:
+    """Play whole episodes with a run's policy and its own statistics, in environments seeded for this alone."""
+    if episodes < 1:
+        raise UsageError(f"--episodes {episodes}: at least one is needed")
+    run = find_run(open_store(store or default_location()), ref)
+    config = configs.from_json(msgspec.json.encode(run.config))
+    found, _ = run.checkpoint(checkpoint)
+    policy, arrays = policy_of(found)
+    with threadpool_limits(1), _inline(_spec(config, policy)) as end:
+        end.publish(found.iteration, encode(SnapshotHeader(found.iteration), arrays))
+        played = _play(end, Play(found.iteration, episodes, seed, deterministic))
+    scores = np.array([episode.score for episode in played])
+    return {
+        "return_mean": float(scores.mean()),
+        "return_std": float(scores.std()),
+        "length_mean": float(np.mean([episode.length for episode in played])),
+        "episodes": len(played),
+    }
+
+
+def load_run(ref: str = "last", *, store: str | None = None) -> Run:
+    """A run by id, unambiguous prefix or 'last'."""
+    return find_run(open_store(store or default_location()), ref)
+
+
+# -- wiring -------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _session(config: Config, site: Site) -> Iterator[tuple[Algorithm, LearnerEnd, Supervisor]]:
+    """Everything a learner needs, checked and started; all of it is gone afterwards."""
+    workers = _worker_count(config, site)
+    interface = envs.probe(config.env)
+    spec = PolicySpec(interface.obs_size, interface.action, config.network, config.algorithm.normalize_obs)
+    policy = Policy(spec)
+    with threadpool_limits(1):
+        if workers == 0 and site.listen is None:
+            with _inline(_spec(config, policy)) as end:
+                yield _algorithm(config, policy), end, Supervisor()
+            return
+        end = listen(site.listen or _local_url(), _spec(config, policy), site.token)
+        supervisor = Supervisor(_fleet(end, site), workers, config.crew.max_failures)
+        try:
+            supervisor.start()  # before the algorithm: workers start up while the learner imports and compiles
+            yield _algorithm(config, policy), end, supervisor
+        finally:
+            end.close()
+            supervisor.stop()
+
+
+def _algorithm(config: Config, policy: Policy) -> Algorithm:
+    _prepare_jax()
+    from regatta.algorithms.ppo import PPO
+
+    per_iteration = config.env.lanes * config.env.lane_envs * config.algorithm.rollout_steps
+    return PPO(
+        config.algorithm,
+        policy,
+        config.env.lanes,
+        config.env.lane_envs,
+        config.run.seed,
+        total_iterations=-(-config.run.steps // per_iteration),
+    )
+
+
+def _prepare_jax() -> None:
+    """Before JAX is first imported: one thread per operation, and compiled programs kept across runs."""
+    if "jax" not in sys.modules:
+        flags = os.environ.get("XLA_FLAGS", "")
+        if "xla_cpu_multi_thread_eigen" not in flags:
+            os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_multi_thread_eigen=false".strip()
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # its cache loader takes notes at every start
+    import jax
+
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "regatta" / "xla"
+    if jax.config.jax_compilation_cache_dir is None:
+        jax.config.update("jax_compilation_cache_dir", str(cache))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def _worker_count(config: Config, site: Site) -> int:
+    if site.workers == "auto":
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return min(cores, config.env.lanes) if site.listen is None else 0
+    if site.workers < 0:
+        raise UsageError(f"--workers {site.workers}: 'auto', 0 (this process) or more")
+    return site.workers
+
+
+def _local_url() -> str:
+    return "ipc:" if sys.platform != "win32" else "tcp://127.0.0.1:0"
+
+
+def _fleet(end: LearnerEnd, site: Site) -> LocalFleet:
+    secret = {} if site.token is None else {TOKEN_ENV: site.token}
+    command = [sys.executable, "-m", "regatta.worker", end.address, "--leash"]
+    cleanup = str(Path(end.address.removeprefix("ipc://")).parent) if end.address.startswith("ipc:") else None
+    return LocalFleet(command, secret, cleanup)
+
+
+def _spec(config: Config, policy: Policy) -> bytes:
+    return msgspec.json.encode(WorkerSpec(config.run.seed, config.env, policy.spec))
+
+
+@contextmanager
+def _inline(spec: bytes) -> Iterator[InlineLearner]:
+    """Learner's end with one worker in this process."""
+    end = InlineLearner(spec)
+    serving: dict[int, Worker] = {}
+
+    def serve_once(worker_end: WorkerEnd) -> None:
+        if worker_end.worker not in serving:
+            serving[worker_end.worker] = Worker(worker_end)
+        serving[worker_end.worker].serve_once(0.0)
+
+    end.attach(serve_once, "inline")
+    try:
+        yield end
+    finally:
+        end.close()
+        for worker in serving.values():
+            worker.close()
+
+
+def _play(end: LearnerEnd, task: Play) -> list[Episode]:
+    """The task's episodes, from the first worker that joins."""
+    worker: int | None = None
+    while True:
+        for event in end.receive(1.0):
+            if worker is None:
+                worker = event.worker
+                end.send(worker, encode(Order(0, task)), task.version)
+            elif isinstance(event, Message):
+                reply, _ = decode(event.payload, FromWorker)
+                if isinstance(reply, Failure):
+                    raise EnvError(reply.text)
+                episodes: list[Episode] = reply.episodes
+                return episodes
+
+
+# -- carrying a run through ---------------------------------------------------------------------------------
+
+
+def _carry_through(learner: Learner, record: RunWriter) -> None:
+    """Train to the end; whatever that end is, the record says so."""
+    try:
+        with _interruptible(learner):
+            outcome = learner.train()
+    except RegattaError as error:
+        record.close("failed", str(error))
+        raise
+    except BaseException as error:
+        record.close("failed", f"{type(error).__name__}: {error}")
+        raise
+    record.status(weights_sha256=learner.weights_sha256, **learner.summary())
+    if not record.close("done" if outcome == "done" else "interrupted"):
+        raise RegattaError(f"run {record.id} ended, but not everything could be saved: {record.saving().failing}")
+    if outcome != "done":
+        raise Interrupted(
+            f"interrupted and saved at step {learner.progress.steps:,}; go on with: regatta resume {record.id}"
+        )
+
+
+@contextmanager
+def _interruptible(learner: Learner) -> Iterator[None]:
+    """The first Ctrl-C or SIGTERM asks the learner to save and stop, the second ends the process at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(*_: object) -> None:
+        if learner.stop_requested:
+            os._exit(Interrupted.exit_code)  # workers notice by themselves: their leash is cut
+        learner.stop_requested = True
+
+    previous = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _texts(overrides: Mapping[str, Any] | Sequence[str]) -> list[str]:
+    if isinstance(overrides, Mapping):
+        return [f"{key}={_text(value)}" for key, value in overrides.items()]
+    return list(overrides)
+
+
+def _text(value: Any) -> str:
+    """As it would be typed on the command line."""
+    if value is None:
+        return "none"
+    return value if isinstance(value, str) else msgspec.json.encode(value).decode()

@@ -1,0 +1,257 @@
+"""A lane: a fixed group of environments stepped together, with random streams of its own.
+
+The arrays of a chunk are allocated once and overwritten by the next `collect`; whoever wants to keep them copies
+them (encoding a result does). An environment that fails is replaced; its step is marked not `valid`.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from regatta.errors import EnvError
+from regatta.policies.policy import Policy
+from regatta.rollout import envs, spaces
+from regatta.rollout.watch import Watch
+from regatta.seeding import seeds, stream
+from regatta.types import Array, Arrays, Collect, Episode, Fault
+
+MAX_FAULTS_PER_ENV = 3  # in one chunk; more means that the environment is broken, not unlucky
+
+Act = Callable[[Array, Array | None, Array | None], Array]
+
+
+class Lane:
+    """Lane number `number` of a run: its environments, where they stand, and the chunk being filled."""
+
+    def __init__(self, number: int, config: envs.EnvConfig, policy: Policy, seed: int, watch: Watch) -> None:
+        self.number = number
+        self._config = config
+        self._policy = policy
+        self._seed = seed
+        self._watch = watch
+        count = config.lane_envs
+        with watch:
+            steppers = [self._make() for _ in range(count)]
+        self._envs = [s.env for s in steppers]
+        self._limit = steppers[0].limit or 2**62
+        space = self._envs[0]
+        self._write = spaces.writer(space.observation_space)
+        self._to_env = spaces.to_env(space.action_space)
+        self._scores = np.zeros(count).tolist()
+        self._lengths = [0] * count
+        self._obs = np.zeros((count, policy.obs_size), np.float32)
+        self._mask = np.ones((count, policy.action.outputs), bool) if policy.action.masked else None
+        self._chunk: Arrays = {}
+        self.stands_at: tuple[int, int, int] | None = None  # (origin, attempt, next iteration); None: nowhere
+
+    def _make(self) -> envs.Stepper:
+        self._watch.since = time.monotonic()
+        return envs.bare(envs.make(self._config))
+
+    # -- placing the lane ---------------------------------------------------------------------------------
+
+    def place(self, task: Collect, replay: Array | None) -> None:
+        """Bring the environments to where the task begins, by going on, seeding afresh or replaying."""
+        if self.stands_at == (task.origin, task.attempt, task.iteration) and task.iteration != task.origin:
+            return
+        first = task.origin == task.iteration
+        if not first and replay is None:
+            raise EnvError(f"lane {self.number} is not held here at iteration {task.iteration} and no replay came")
+        with self._watch:
+            numbers = seeds(
+                self._seed, "reset", self.number, task.origin, task.attempt, count=len(self._envs)
+            )
+            for i, number in enumerate(numbers):
+                self._reset(i, self._obs, number)
+            if not first and replay is not None:
+                self._replay(replay)
+
+    def _replay(self, actions: Array) -> None:
+        for row in actions:
+            for i, action in enumerate(self._to_env(row)):
+                self._watch.since = time.monotonic()
+                obs, reward, terminated, truncated, info = self._envs[i].step(action)
+                self._scores[i] += float(reward)
+                self._lengths[i] += 1
+                if terminated or truncated or self._lengths[i] >= self._limit:
+                    self._reset(i, self._obs)
+                else:
+                    self._take(i, self._obs, obs, info)
+
+    def _reset(self, i: int, rows: Array, seed: int | None = None) -> None:
+        self._watch.since = time.monotonic()
+        obs, info = self._envs[i].reset(seed=seed)
+        self._take(i, rows, obs, info)
+        if not np.isfinite(rows[i]).all():
+            raise spaces.BadObservation("reset returned a non-finite observation")
+        self._scores[i] = 0.0
+        self._lengths[i] = 0
+
+    def _take(self, i: int, rows: Array, obs: Any, info: dict[str, Any]) -> None:
+        self._write(rows[i], obs)
+        if self._mask is not None:
+            self._mask[i] = spaces.read_mask(spaces.mask_of(obs, info), self._mask.shape[1])
+
+    # -- collecting ---------------------------------------------------------------------------------------
+
+    def _allocate(self, steps: int) -> Arrays:
+        if len(self._chunk.get("rewards", ())) != steps:
+            n, action = len(self._envs), self._policy.action
+            self._chunk = {
+                "obs": np.zeros((steps + 1, n, self._policy.obs_size), np.float32),
+                "actions": np.zeros((steps, n, *action.shape), action.dtype),
+                "rewards": np.zeros((steps, n), np.float32),
+                "terminated": np.zeros((steps, n), bool),
+                "truncated": np.zeros((steps, n), bool),
+                "valid": np.ones((steps, n), bool),
+            }
+            if action.masked:
+                self._chunk["mask"] = np.zeros((steps, n, action.outputs), bool)
+        for name in ("terminated", "truncated"):
+            self._chunk[name][:] = False
+        self._chunk["valid"][:] = True
+        return self._chunk
+
+    def collect(self, task: Collect, act: Act) -> tuple[Arrays, list[Episode], list[Fault]]:
+        """Step `task.steps` times. The arrays are Result's; they are this lane's own until it collects again."""
+        self.stands_at = None  # until the chunk is whole
+        chunk = self._allocate(task.steps)
+        rng = stream(self._seed, "action", self.number, task.iteration, task.attempt)
+        noise = self._policy.distribution.noise(rng, task.steps, len(self._envs))
+        obs, actions, masks = chunk["obs"], chunk["actions"], chunk.get("mask")
+        rewards, terminated, truncated = chunk["rewards"], chunk["terminated"], chunk["truncated"]
+        obs[0] = self._obs
+        episodes: list[Episode] = []
+        faults: list[Fault] = []
+        finals: list[tuple[int, int, Array]] = []
+        environments, scores, lengths = self._envs, self._scores, self._lengths
+        write, watch, limit, clock = self._write, self._watch, self._limit, time.monotonic
+        mask = self._mask
+        with watch:
+            for t in range(task.steps):
+                if masks is not None:
+                    masks[t] = mask
+                action = actions[t] = act(obs[t], noise[t], mask)
+                rows, row_rewards = obs[t + 1], rewards[t]
+                for i, one in enumerate(self._to_env(action)):
+                    try:
+                        watch.since = clock()
+                        seen, reward, end, cut, info = environments[i].step(one)
+                        row_rewards[i] = reward
+                        write(rows[i], seen)
+                        scores[i] += float(reward)
+                        lengths[i] += 1
+                        if end or cut or lengths[i] >= limit:
+                            episodes.append(Episode(i, t, scores[i], lengths[i]))
+                            if end:
+                                terminated[t, i] = True
+                            else:
+                                truncated[t, i] = True
+                                finals.append((t, i, rows[i].copy()))
+                            self._reset(i, rows)
+                        elif mask is not None:
+                            mask[i] = spaces.read_mask(spaces.mask_of(seen, info), mask.shape[1])
+                    except Exception:
+                        faults.append(self._replace(task, t, i, traceback.format_exc(), len(faults)))
+        self._condemn_non_finite(task, faults, episodes, finals)
+        self._obs[:] = obs[-1]
+        self.stands_at = (task.origin, task.attempt, task.iteration + 1)
+        arrays = {name: array for name, array in chunk.items() if name != "obs"}
+        arrays |= {"obs": obs[:-1], "last_obs": obs[-1], **self._finals(finals)}
+        return arrays, episodes, faults
+
+    def _finals(self, finals: list[tuple[int, int, Array]]) -> Arrays:
+        rows = [row for _, _, row in finals]
+        index = [(t, i) for t, i, _ in finals]
+        return {
+            "final_obs": np.stack(rows) if rows else np.zeros((0, self._policy.obs_size), np.float32),
+            "final_index": np.array(index, np.int32).reshape(-1, 2),
+        }
+
+    # -- failing environments -----------------------------------------------------------------------------
+
+    def _replace(self, task: Collect, t: int, i: int, text: str, before: int) -> Fault:
+        """Environment i failed at step t: a new one takes its place, and the step counts for nothing."""
+        if before >= MAX_FAULTS_PER_ENV * len(self._envs):
+            raise EnvError(f"lane {self.number}: environments fail again and again; the last:\n{text}")
+        chunk = self._chunk
+        chunk["valid"][t, i] = False
+        chunk["truncated"][t, i] = True
+        chunk["terminated"][t, i] = False
+        chunk["rewards"][t, i] = 0.0
+        try:
+            self._envs[i].close()
+        except Exception:
+            pass  # it is broken: that it cannot even close is no news
+        self._envs[i] = self._make().env
+        number = seeds(self._seed, "reset", self.number, task.iteration, task.attempt, t, i, before, count=1)[0]
+        self._reset(i, chunk["obs"][t + 1], number)
+        return Fault(self.number, i, text)
+
+    def _condemn_non_finite(
+        self,
+        task: Collect,
+        faults: list[Fault],
+        episodes: list[Episode],
+        finals: list[tuple[int, int, Array]],
+    ) -> None:
+        """Once per chunk, as a check at every step would cost more than the step of a small environment."""
+        chunk = self._chunk
+        obs, rewards = chunk["obs"], chunk["rewards"]
+        if np.isfinite(obs).all() and np.isfinite(rewards).all() and all(np.isfinite(f).all() for *_, f in finals):
+            return
+        bad = ~np.isfinite(obs[1:]).all(-1) | ~np.isfinite(rewards)
+        for t, i, row in finals:
+            bad[t, i] |= not np.isfinite(row).all()
+        for i in np.flatnonzero(bad.any(0)):
+            t = int(bad[:, i].argmax())
+            what = "reward" if not np.isfinite(rewards[t, i]) else "observation"
+            text = f"the environment returned a non-finite {what} at step {t} of iteration {task.iteration}"
+            episodes[:] = [e for e in episodes if e.env != i or e.step < t]
+            finals[:] = [f for f in finals if f[1] != i or f[0] < t]
+            chunk["valid"][t:, i] = False
+            chunk["truncated"][t:, i] = True
+            chunk["terminated"][t:, i] = False
+            chunk["rewards"][t:, i] = 0.0
+            np.nan_to_num(obs[:, i], copy=False, nan=0.0, posinf=0.0, neginf=0.0)
+            fault = self._replace(task, len(rewards) - 1, int(i), text, len(faults))
+            faults.append(fault)
+
+    def close(self) -> None:
+        for env in self._envs:
+            try:
+                env.close()
+            except Exception:
+                pass  # an environment that cannot close must not keep the others open
+
+
+def misfit(arrays: Arrays, task: Collect, policy: Policy, lane_envs: int) -> str | None:
+    """What is wrong with the arrays a worker sent for this task, or None: bytes from a socket are not trusted."""
+    t, n, size, action = task.steps, lane_envs, policy.obs_size, policy.action
+    expected: dict[str, tuple[str, tuple[int, ...]]] = {
+        "obs": ("float32", (t, n, size)),
+        "last_obs": ("float32", (n, size)),
+        "actions": (action.dtype, (t, n, *action.shape)),
+        "rewards": ("float32", (t, n)),
+        "terminated": ("bool", (t, n)),
+        "truncated": ("bool", (t, n)),
+        "valid": ("bool", (t, n)),
+    }
+    if action.masked:
+        expected["mask"] = ("bool", (t, n, action.outputs))
+    rows = len(arrays.get("final_obs", ()))
+    expected |= {"final_obs": ("float32", (rows, size)), "final_index": ("int32", (rows, 2))}
+    if arrays.keys() != expected.keys():
+        return f"arrays {sorted(arrays)}, expected {sorted(expected)}"
+    for name, (dtype, shape) in expected.items():
+        if (arrays[name].dtype, arrays[name].shape) != (np.dtype(dtype), shape):
+            return f"{name} is {arrays[name].dtype}{arrays[name].shape}, expected {dtype}{shape}"
+    index = arrays["final_index"]
+    if rows and ((index < 0) | (index >= (t, n))).any():
+        return "final_index points outside the chunk"
+    return None

@@ -1,0 +1,102 @@
+"""The records that travel: orders, results, snapshots. Data only; no behaviour beyond derived values.
+
+What crosses a process boundary is one small typed header from this file plus named arrays (`codec.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+Arrays = dict[str, Array]
+
+
+class Collect(msgspec.Struct, frozen=True, tag="collect"):
+    """Step lane `lane` `steps` times with snapshot `version`.
+
+    A worker that does not hold the lane as it stood at the end of iteration `iteration - 1` rebuilds it:
+    seed it as at iteration `origin`, then replay the actions in the order's `replay` array  [S, N, ...].
+    """
+
+    lane: int
+    iteration: int
+    version: int
+    steps: int
+    origin: int
+    attempt: int = 0  # > 0 after the lane's environments failed here: other seeds, so other luck
+
+
+class Play(msgspec.Struct, frozen=True, tag="play"):
+    """Play `episodes` whole episodes with snapshot `version` in environments of their own."""
+
+    version: int
+    episodes: int
+    seed: int
+    deterministic: bool = True
+
+
+Task = Collect | Play
+
+
+class Order(msgspec.Struct, frozen=True, tag="order"):
+    """What the learner wants done. `id` is unique within the run's process."""
+
+    id: int
+    task: Task
+
+
+class Episode(msgspec.Struct, frozen=True, array_like=True):
+    """One finished episode. `step` is its last step within the chunk it ended in."""
+
+    env: int
+    step: int
+    score: float  # the undiscounted sum of the environment's own rewards
+    length: int
+
+
+class Fault(msgspec.Struct, frozen=True, tag="fault"):
+    """An environment failed and was replaced; `text` is its own traceback."""
+
+    lane: int
+    env: int
+    text: str
+
+
+class Result(msgspec.Struct, frozen=True, tag="result"):
+    """What came of an order; the arrays beside it depend on the task.
+
+    Collect: obs [T, N, ...]  last_obs [N, ...]  actions [T, N, ...]  rewards [T, N]  terminated [T, N]
+             truncated [T, N]  valid [T, N]  final_obs [K, ...]  final_index [K, 2] (t, env), and mask [T, N, A]
+    Play:    none; the episodes say it all.
+    """
+
+    order: int
+    version: int
+    episodes: list[Episode]
+    faults: list[Fault]
+    seconds: float
+
+
+class Failure(msgspec.Struct, frozen=True, tag="failure"):
+    """The worker could not carry out the order; `text` is the traceback. `fatal`: no worker ever could."""
+
+    order: int
+    text: str
+    fatal: bool = False
+
+
+FromWorker = Result | Failure
+
+
+class SnapshotHeader(msgspec.Struct, frozen=True, tag="snapshot"):
+    version: int
+
+
+class Snapshot(msgspec.Struct, frozen=True):
+    """A policy as it is published, checkpointed, evaluated: its arrays and its observation statistics."""
+
+    version: int
+    arrays: Arrays

@@ -1,0 +1,135 @@
+"""The worker: capacity. It owns environments, carries out one order after another, and decides nothing.
+
+As a program, `python -m regatta.worker URL --leash`: what a local fleet starts, light enough to start quickly.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+import traceback
+
+import msgspec
+from threadpoolctl import threadpool_limits
+
+from regatta.codec import decode, encode
+from regatta.errors import CodecError, ConfigError, TransportError
+from regatta.policies.policy import Policy, PolicySpec
+from regatta.rollout.envs import EnvConfig
+from regatta.rollout.episodes import play
+from regatta.rollout.lane import Act, Lane
+from regatta.rollout.watch import Watch
+from regatta.fleet.local import watch_leash
+from regatta.transport.base import Goodbye, WorkerEnd, connect
+from regatta.types import Arrays, Collect, Failure, Order, Play, Result, SnapshotHeader
+
+TOKEN_ENV = "REGATTA_TOKEN"
+IDLE_S = 1.0
+FLUSH_S = 0.5  # for the last words of a process that is about to end itself
+
+
+class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a worker must know of a run; the learner's transport hands it out on joining, as JSON."""
+
+    seed: int
+    env: EnvConfig
+    policy: PolicySpec
+
+
+class Worker:
+    """Serves one session with a learner; a new session needs a new Worker."""
+
+    def __init__(self, end: WorkerEnd) -> None:
+        try:
+            spec = msgspec.json.decode(end.spec, type=WorkerSpec)
+        except msgspec.DecodeError as error:
+            raise TransportError(
+                f"the learner's spec cannot be read: {error}; both sides need the same version of Regatta"
+            ) from error
+        self._end = end
+        self._env = spec.env
+        self._policy = Policy(spec.policy)
+        self._seed = spec.seed
+        self._lanes: dict[int, Lane] = {}
+        self._act: tuple[int, Act] | None = None
+        self._order = -1
+        self._watch = Watch(spec.env.step_timeout_s, self._last_words)
+
+    def serve(self) -> None:
+        """Carry out orders until the learner says goodbye (returns) or is lost (raises ConnectionLost)."""
+        try:
+            while True:
+                self.serve_once(IDLE_S)
+        except Goodbye:
+            return
+        finally:
+            self.close()
+
+    def serve_once(self, timeout_s: float) -> None:
+        payload = self._end.receive(timeout_s)
+        if payload is None:
+            return
+        order, arrays = decode(payload, Order)
+        self._order = order.id
+        started = time.perf_counter()
+        try:
+            reply = self._carry_out(order, arrays, started)
+        except TransportError:
+            raise
+        except ConfigError as error:
+            reply = encode(Failure(order.id, str(error), fatal=True))
+        except Exception:
+            if isinstance(order.task, Collect) and (lane := self._lanes.pop(order.task.lane, None)):
+                lane.close()
+            reply = encode(Failure(order.id, traceback.format_exc()))
+        self._end.send(reply)
+
+    def _carry_out(self, order: Order, arrays: Arrays, started: float) -> bytes:
+        task = order.task
+        if isinstance(task, Play):
+            episodes = play(task, self._env, self._policy, self._acting(task.version), self._watch)
+            return encode(Result(order.id, task.version, episodes, [], time.perf_counter() - started))
+        lane = self._lanes.get(task.lane)
+        if lane is None:
+            lane = self._lanes[task.lane] = Lane(task.lane, self._env, self._policy, self._seed, self._watch)
+        lane.place(task, arrays.get("replay"))
+        chunk, episodes, faults = lane.collect(task, self._acting(task.version))
+        return encode(Result(order.id, task.version, episodes, faults, time.perf_counter() - started), chunk)
+
+    def _acting(self, version: int) -> Act:
+        if self._act is None or self._act[0] != version:
+            header, arrays = decode(self._end.snapshot(version), SnapshotHeader)
+            if header.version != version:
+                raise CodecError(f"asked for snapshot {version}, got {header.version}")
+            self._act = (version, self._policy.player(arrays))
+        return self._act[1]
+
+    def _last_words(self, text: str) -> None:
+        """Called by the watch while the main thread is stuck inside an environment, so the end is ours."""
+        self._end.send(encode(Failure(self._order, text)))
+        time.sleep(FLUSH_S)
+
+    def close(self) -> None:
+        for lane in self._lanes.values():
+            lane.close()
+        self._lanes.clear()
+        self._watch.close()
+        self._end.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m regatta.worker", description=__doc__)
+    parser.add_argument("url")
+    parser.add_argument("--name", default=f"{os.uname().nodename}-{os.getpid()}" if hasattr(os, "uname") else "worker")
+    parser.add_argument("--leash", action="store_true", help="end when standard input is closed")
+    parser.add_argument("--cleanup", action="append", default=[], help="folder to remove then")
+    options = parser.parse_args()
+    if options.leash:
+        watch_leash(options.cleanup)
+    with threadpool_limits(1):
+        Worker(connect(options.url, options.name, os.environ.get(TOKEN_ENV))).serve()
+
+
+if __name__ == "__main__":
+    main()
