@@ -27,6 +27,7 @@ from regatta.policies.policy import Policy, PolicySpec
 from regatta.rollout import envs
 from regatta.runs.agent import policy_of
 from regatta.runs.checkpoint import Checkpoint
+from regatta.runs.layout import checkpoints_key
 from regatta.runs.run import Run, RunWriter, find_run
 from regatta.store.base import default_location, open_store
 from regatta.transport.base import LearnerEnd, Message, WorkerEnd, listen
@@ -40,6 +41,7 @@ Workers = int | Literal["auto"]
 class Silent:
     """A display that shows nothing."""
 
+    def opened(self, run: Run) -> None: ...
     def show(self, progress: Progress) -> None: ...
     def say(self, text: str) -> None: ...
 
@@ -89,8 +91,11 @@ def train(
             name=name,
             keep=config.run.keep,
         )
-        _carry_through(Learner(config, algorithm, end, supervisor, record, display or Silent()), record)
-    return find_run(place, record.id)
+        run = find_run(place, record.id)
+        display = display or Silent()
+        display.opened(run)
+        _carry_through(Learner(config, algorithm, end, supervisor, record, display), record)
+    return run
 
 
 def resume(
@@ -107,25 +112,24 @@ def resume(
     display = display or Silent()
     run = find_run(place, ref)
     if run.status().status == "done":
-        raise UsageError(
-            f"run {run.id} is done; for a longer one: regatta train {run.facts.preset} run.steps=NUMBER"
-        )
+        raise UsageError(f"run {run.id} is done; for a longer one: regatta train {run.facts.preset} run.steps=NUMBER")
     config = configs.from_json(msgspec.json.encode(run.config))
     checkpoint: Checkpoint | None = None
-    if run.checkpoints():
+    if place.list(checkpoints_key(run.id)):
         checkpoint, notes = run.checkpoint()
         for note in notes:
             display.say(note)
     with _session(config, Site(workers, listen, token)) as (algorithm, end, supervisor):
         after = 0 if checkpoint is None else checkpoint.iteration
         record = RunWriter.resume(place, run.id, after=after, keep=config.run.keep)
+        display.opened(run)
         learner = Learner(config, algorithm, end, supervisor, record, display)
         if checkpoint is None:
             display.say("no checkpoint was reached before the run stopped; starting from the beginning")
         else:
             learner.restore(checkpoint)
         _carry_through(learner, record)
-    return find_run(place, run.id)
+    return run
 
 
 def evaluate(
@@ -173,8 +177,8 @@ def _session(config: Config, site: Site) -> Iterator[tuple[Algorithm, LearnerEnd
     policy = Policy(spec)
     with threadpool_limits(1):
         if workers == 0 and site.listen is None:
-            with _inline(_spec(config, policy)) as end:
-                yield _algorithm(config, policy), end, Supervisor()
+            with _inline(_spec(config, policy)) as inline:
+                yield _algorithm(config, policy), inline, Supervisor()
             return
         end = listen(site.listen or _local_url(), _spec(config, policy), site.token)
         supervisor = Supervisor(_fleet(end, site), workers, config.crew.max_failures)
@@ -208,13 +212,14 @@ def _prepare_jax() -> None:
         if "xla_cpu_multi_thread_eigen" not in flags:
             os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_multi_thread_eigen=false".strip()
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # its cache loader takes notes at every start
-    import jax
+    from jax import config as jax_config
 
+    settings: Any = jax_config
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "regatta" / "xla"
-    if jax.config.jax_compilation_cache_dir is None:
-        jax.config.update("jax_compilation_cache_dir", str(cache))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    if settings.jax_compilation_cache_dir is None:
+        settings.update("jax_compilation_cache_dir", str(cache))
+        settings.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+        settings.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def _worker_count(config: Config, site: Site) -> int:
@@ -232,7 +237,7 @@ def _local_url() -> str:
 
 def _fleet(end: LearnerEnd, site: Site) -> LocalFleet:
     secret = {} if site.token is None else {TOKEN_ENV: site.token}
-    command = [sys.executable, "-m", "regatta.worker", end.address, "--leash"]
+    command = [sys.executable, "-m", "regatta.worker", end.address, "--name", "{name}"]
     cleanup = str(Path(end.address.removeprefix("ipc://")).parent) if end.address.startswith("ipc:") else None
     return LocalFleet(command, secret, cleanup)
 

@@ -169,9 +169,7 @@ def _layer(document: dict[str, Any], where: str, faults: list[str]) -> Layer:
         if section not in SECTIONS:
             faults.append(_unknown(section, where))
         elif not isinstance(content, dict):
-            faults.append(
-                f"{section} = {show(content)}{where}: it is a section; write its knobs below [{section}]"
-            )
+            faults.append(f"{section} = {show(content)}{where}: it is a section; write its knobs below [{section}]")
         else:
             layer[section] = {name: Given(value, where) for name, value in content.items()}
     return layer
@@ -196,9 +194,7 @@ def _override(layer: Layer, text: str, faults: list[str]) -> None:
         faults.append(_unknown(key.strip()))
         return
     if not path:
-        faults.append(
-            f"{section} is a section; set one of its knobs, as in {section}.{_names(section)[0]}=..."
-        )
+        faults.append(f"{section} is a section; set one of its knobs, as in {section}.{_names(section)[0]}=...")
         return
     try:
         given = _parse(typed.strip())
@@ -237,9 +233,7 @@ def _parse(typed: str) -> Given:
 # ---- building and checking
 
 
-def _build(
-    preset: str, layer: Layer, faults: list[str], *, complete: bool = True, strict: bool = False
-) -> Config:
+def _build(preset: str, layer: Layer, faults: list[str], *, complete: bool = True, strict: bool = False) -> Config:
     """Convert every value; give the config or raise ConfigError with all faults, one on each line.
 
     Not `complete`: the preset or file could not be read, so what is missing is no fault of its own.
@@ -285,16 +279,6 @@ def _crossed(config: Config) -> Iterator[tuple[set[str], str]]:
     env, ppo, run = config.env, config.algorithm, config.run
     if not env.id:
         yield {"env.id"}, "env.id is not set: add env.id=..., as in env.id=CartPole-v1"
-    optional = {
-        "env.max_episode_steps": env.max_episode_steps,
-        "algorithm.value_clip": ppo.value_clip,
-        "algorithm.target_kl": ppo.target_kl,
-        "stop.wall_s": config.stop.wall_s,
-        "crew.order_timeout_s": config.crew.order_timeout_s,
-    }
-    for path, value in optional.items():
-        if value is not None and value <= 0:
-            yield {path}, f"{path} = {show(value)}: expected > 0 or none"
     sizes = {"env.lanes", "env.lane_envs", "algorithm.rollout_steps"}
     samples = env.lanes * env.lane_envs * ppo.rollout_steps
     product = (
@@ -305,8 +289,7 @@ def _crossed(config: Config) -> Iterator[tuple[set[str], str]]:
         fits = _nearest_divisor(samples, ppo.minibatch)
         yield (
             sizes | {"algorithm.minibatch"},
-            f"algorithm.minibatch = {ppo.minibatch}: it does not divide the {product}; "
-            f"algorithm.minibatch={fits} does",
+            f"algorithm.minibatch = {ppo.minibatch}: it does not divide the {product}; algorithm.minibatch={fits} does",
         )
     if ppo.minibatch == 1 and ppo.normalize_advantages:
         yield (
@@ -358,9 +341,7 @@ def _unknown(path: str, where: str = "", struct: type[msgspec.Struct] | None = N
         valid = f"valid in {section}: {', '.join(known)}"
         guesses = [f"{section}.{word}" for word in difflib.get_close_matches(name, known, n=1)]
     # The right name in the wrong section, or in none: `lr=3e-4`.
-    guesses += [
-        f"{other}.{word}" for other in SECTIONS for word in _names(other) if word == (name or section)
-    ]
+    guesses += [f"{other}.{word}" for other in SECTIONS for word in _names(other) if word == (name or section)]
     close_text = f" did you mean {guesses[0]!r}?" if guesses else ""
     return f"unknown key {path!r}{where};{close_text} {valid}"
 

@@ -23,11 +23,12 @@ class CrewConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How patient the learner is with its workers."""
 
     order_timeout_s: Annotated[
-        float | None,
+        Annotated[float, Meta(gt=0)] | None,
         Meta(description="a worker silent on an order this long loses it; none: 8 times the usual, at least 5 s"),
     ] = None
     max_failures: Annotated[
-        int, Meta(ge=1, description="how often one order, or one worker after another, may fail before the run ends")
+        int,
+        Meta(ge=1, description="how often one order, or one worker after another, may fail before the run ends"),
     ] = 5
 
 
@@ -236,4 +237,4 @@ class Crew:
         else:
             work = max(self._orders[number].work for number in worker.orders)
             timeout_s = max(LEAST_TIMEOUT_S, TIMEOUT_FACTOR * self._pace_s * work)
-        return worker.since + timeout_s * 2**worker.doublings
+        return worker.since + timeout_s * float(2**worker.doublings)

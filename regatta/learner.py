@@ -10,7 +10,7 @@ import hashlib
 import math
 import time
 from collections import deque
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
 import numpy as np
@@ -19,12 +19,12 @@ from msgspec import Meta
 from regatta.algorithms.base import Algorithm, Metrics
 from regatta.codec import decode, encode
 from regatta.crew import Crew, CrewConfig
-from regatta.errors import CodecError, EnvError, NonFinite
+from regatta.errors import CodecError, EnvError, NonFinite, RegattaError
 from regatta.fleet.supervisor import Supervisor
 from regatta.rollout.envs import EnvConfig
 from regatta.rollout.lane import misfit
 from regatta.runs.checkpoint import Checkpoint
-from regatta.runs.run import RunConfig, RunWriter
+from regatta.runs.run import Run, RunConfig, RunWriter
 from regatta.transport.base import Event, Joined, LearnerEnd, Left, Message
 from regatta.types import (
     Array,
@@ -52,9 +52,12 @@ class StopConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Reasons to end before run.steps."""
 
     return_mean: Annotated[
-        float | None, Meta(description=f"stop once the mean return of the last {RETURN_WINDOW} episodes reaches this")
+        float | None,
+        Meta(description=f"stop once the mean return of the last {RETURN_WINDOW} episodes reaches this"),
     ] = None
-    wall_s: Annotated[float | None, Meta(description="stop after this many seconds of training")] = None
+    wall_s: Annotated[
+        Annotated[float, Meta(gt=0)] | None, Meta(description="stop after this many seconds of training")
+    ] = None
 
 
 class Settings(Protocol):
@@ -104,6 +107,7 @@ class Progress(msgspec.Struct):
 
 
 class Display(Protocol):
+    def opened(self, run: Run) -> None: ...
     def show(self, progress: Progress) -> None: ...
     def say(self, text: str) -> None: ...
 
@@ -113,7 +117,12 @@ class LaneLog(msgspec.Struct):
 
     origin: int = 0
     attempt: int = 0
-    actions: list[Array] = []
+    actions: dict[int, Array] = {}  # by iteration, [T, N, ...] each
+
+    def before(self, iteration: int) -> Array | None:
+        """All actions up to where `iteration` begins, [S, N, ...]; None right after seeding."""
+        past = [actions for number, actions in self.actions.items() if number < iteration]
+        return np.concatenate(past) if past else None
 
 
 class Learner:
@@ -173,25 +182,11 @@ class Learner:
             self._snapshots[self.iteration] = self._algorithm.snapshot(self.iteration)
         for snapshot in self._snapshots.values():
             self._publish(snapshot)
-        orders = self._order_next(self.iteration) if not self._finished() else []
-        while orders:
-            results = self._gather(orders)
-            if self.stop_requested:
-                break
-            self._remember_actions(results)
-            orders = self._order_next(self.iteration + 1) if self._may_overlap() else []
-            metrics = self._learn(results)
-            self.iteration += 1
-            self._publish(self._algorithm.snapshot(self.iteration))
-            self._note(results, metrics)
-            if self._finished() or self.stop_requested:
-                break
-            if self.iteration % self.checkpoint_period == 0:
-                self._begin_epoch()
-                self._checkpoint("boundary")
-            if not orders:
-                orders = self._order_next(self.iteration)
-        self._crew.abandon()
+        try:
+            self._loop()
+        except RegattaError:
+            self._checkpoint("interrupt")  # whatever ended the run, what it had learned is kept
+            raise
         finished = self._finished()
         if finished:
             self._begin_epoch()
@@ -199,6 +194,25 @@ class Learner:
         self._phase = "done" if finished else "interrupted"
         self._show(force=True)
         return self._phase
+
+    def _loop(self) -> None:
+        orders = [] if self._finished() else self._order_next(self.iteration)
+        while orders:
+            results = self._gather(orders)
+            if self.stop_requested:
+                return
+            self._remember_actions(results)
+            ahead = self._order_next(self.iteration + 1) if self._may_overlap() else []
+            metrics = self._learn(results)
+            self.iteration += 1
+            self._publish(self._algorithm.snapshot(self.iteration))
+            self._note(results, metrics)
+            if self._finished() or self.stop_requested:
+                return
+            if self.iteration % self.checkpoint_period == 0:
+                self._begin_epoch()
+                self._checkpoint("boundary")
+            orders = ahead or self._order_next(self.iteration)
 
     @property
     def weights_sha256(self) -> str:
@@ -248,9 +262,8 @@ class Learner:
         self._end.publish(snapshot.version, encode(SnapshotHeader(snapshot.version), snapshot.arrays))
 
     def _remember_actions(self, results: list[tuple[Result, Arrays]]) -> None:
-        """After a whole iteration only: a lane is always rebuilt as it stood between two iterations."""
         for log, (_, arrays) in zip(self._logs, results, strict=True):
-            log.actions.append(arrays["actions"].copy())  # a copy, as the array keeps its whole frame alive
+            log.actions[self.iteration] = arrays["actions"].copy()  # a view would keep its whole frame alive
 
     def _begin_epoch(self) -> None:
         """The same at every checkpoint of every run, so that one resumed there goes on just like this one."""
@@ -285,10 +298,10 @@ class Learner:
             task = self._tasks[assignment.order]
             arrays: Arrays = {}
             if isinstance(task, Collect) and assignment.fresh and task.origin != task.iteration:
-                log = self._logs[task.lane]
-                if self._settings.env.replay:
-                    arrays["replay"] = np.concatenate(log.actions)
-                    self._crew.add_work(assignment.order, len(arrays["replay"]))
+                past = self._logs[task.lane].before(task.iteration)
+                if past is not None and self._settings.env.replay:
+                    arrays["replay"] = past
+                    self._crew.add_work(assignment.order, len(past))
                 else:
                     task = self._reseed(assignment.order, task)
             self._end.send(assignment.worker, encode(Order(assignment.order, task), arrays), task.version)
@@ -335,7 +348,7 @@ class Learner:
         if isinstance(event, Left):
             self._lose(event.worker, event.reason)
             if event.worker in self._names:
-                self._supervisor.replace(self._names[event.worker])
+                self._supervisor.replace(self._names[event.worker], time.monotonic())
             return
         assert isinstance(event, Message)
         try:
@@ -508,11 +521,12 @@ class Learner:
 
     # -- checkpoints --------------------------------------------------------------------------------------
 
-    def _checkpoint(self, kind: str) -> None:
+    def _checkpoint(self, kind: Literal["boundary", "interrupt", "final"]) -> None:
         arrays = {f"algorithm/{name}": array for name, array in self._algorithm.state().items()}
         for lane, log in enumerate(self._logs):
-            if log.actions:
-                arrays[f"lanes/{lane}/actions"] = np.concatenate(log.actions)
+            past = log.before(self.iteration)
+            if past is not None:
+                arrays[f"lanes/{lane}/actions"] = past
         for version, snapshot in self._snapshots.items():
             arrays |= {f"snapshots/{version}/{name}": array for name, array in snapshot.arrays.items()}
         progress = self.progress
@@ -526,9 +540,7 @@ class Learner:
             "policy": msgspec.to_builtins(self._algorithm.policy.spec),
             "weights_sha256": self.weights_sha256,
         }
-        self._record.checkpoint(
-            Checkpoint(self.iteration, progress.steps, arrays, state, progress.return_mean, kind)
-        )
+        self._record.checkpoint(Checkpoint(self.iteration, progress.steps, arrays, state, progress.return_mean, kind))
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Go on from a checkpoint; called before `train`."""
@@ -542,7 +554,8 @@ class Learner:
         self._window.extend(msgspec.convert(e, Episode) for e in state["window"])
         for lane, log in enumerate(state["lanes"]):
             actions = checkpoint.arrays.get(f"lanes/{lane}/actions")
-            self._logs[lane] = LaneLog(log["origin"], log["attempt"], [] if actions is None else [actions])
+            past = {} if actions is None else {checkpoint.iteration - 1: actions}
+            self._logs[lane] = LaneLog(log["origin"], log["attempt"], past)
         self._wall_before = state["wall_s"]
         progress = self.progress
         progress.iterations, progress.steps = checkpoint.iteration, checkpoint.steps
@@ -562,5 +575,3 @@ def fingerprint(snapshot: Snapshot) -> str:
         digest.update(f"{name} {array.dtype.str} {array.shape}\n".encode())
         digest.update(np.ascontiguousarray(array).tobytes())
     return digest.hexdigest()
-
-

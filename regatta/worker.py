@@ -1,12 +1,13 @@
 """The worker: capacity. It owns environments, carries out one order after another, and decides nothing.
 
-As a program, `python -m regatta.worker URL --leash`: what a local fleet starts, light enough to start quickly.
+As a program, `python -m regatta.worker URL`: what a local fleet starts, light enough to start quickly.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import platform
 import time
 import traceback
 
@@ -15,12 +16,12 @@ from threadpoolctl import threadpool_limits
 
 from regatta.codec import decode, encode
 from regatta.errors import CodecError, ConfigError, TransportError
+from regatta.fleet.local import leash, watch_leash
 from regatta.policies.policy import Policy, PolicySpec
 from regatta.rollout.envs import EnvConfig
 from regatta.rollout.episodes import play
 from regatta.rollout.lane import Act, Lane
 from regatta.rollout.watch import Watch
-from regatta.fleet.local import watch_leash
 from regatta.transport.base import Goodbye, WorkerEnd, connect
 from regatta.types import Arrays, Collect, Failure, Order, Play, Result, SnapshotHeader
 
@@ -118,17 +119,21 @@ class Worker:
         self._end.close()
 
 
+def serve(url: str, name: str | None = None, token: str | None = None) -> None:
+    """One session with the learner at `url`: returns when the run is over, raises ConnectionLost on a break."""
+    with threadpool_limits(1):
+        Worker(connect(url, name or f"{platform.node()}-{os.getpid()}", token)).serve()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m regatta.worker", description=__doc__)
     parser.add_argument("url")
-    parser.add_argument("--name", default=f"{os.uname().nodename}-{os.getpid()}" if hasattr(os, "uname") else "worker")
-    parser.add_argument("--leash", action="store_true", help="end when standard input is closed")
-    parser.add_argument("--cleanup", action="append", default=[], help="folder to remove then")
+    parser.add_argument("--name")
     options = parser.parse_args()
-    if options.leash:
-        watch_leash(options.cleanup)
-    with threadpool_limits(1):
-        Worker(connect(options.url, options.name, os.environ.get(TOKEN_ENV))).serve()
+    cleanup = leash()
+    if cleanup is not None:
+        watch_leash(cleanup)
+    serve(options.url, options.name, os.environ.get(TOKEN_ENV))
 
 
 if __name__ == "__main__":

@@ -62,9 +62,7 @@ def test_preset_resolves_to_a_registered_environment_and_back_from_json(name: st
 
 
 def test_presets_are_all_there() -> None:
-    wanted = (
-        "acrobot cartpole mountaincar mountaincar-continuous pendulum lander lander-continuous halfcheetah"
-    )
+    wanted = "acrobot cartpole mountaincar mountaincar-continuous pendulum lander lander-continuous halfcheetah"
     for name in [*wanted.split(), "hopper", "reacher"]:
         assert f"{name}-ppo" in PRESETS
     coach = resolve("cartpole-ppo-coach")
@@ -122,9 +120,7 @@ def test_overrides_win_over_the_file_and_the_file_over_the_preset(tmp_path: Path
         '\ufeffpreset = "cartpole-ppo"\n[algorithm]\nlr = 1\nepochs = 7\n[stop]\nreturn_mean = "none"\n'
         "[env.kwargs]\na = {x = 1, y = 2}\nb = 1\n"
     )
-    config = resolve(
-        file=file, overrides=["algorithm.epochs=8", "env.kwargs.a.y=3", "env.kwargs.c.d=4"], seed=5
-    )
+    config = resolve(file=file, overrides=["algorithm.epochs=8", "env.kwargs.a.y=3", "env.kwargs.c.d=4"], seed=5)
     assert config.preset == "cartpole-ppo"
     assert (config.algorithm.lr, config.algorithm.epochs, config.algorithm.gamma) == (1.0, 8, 0.98)
     assert isinstance(config.algorithm.lr, float)
@@ -192,13 +188,9 @@ def test_unknown_presets() -> None:
 
 def test_unknown_keys_name_the_nearest_and_the_valid() -> None:
     line = fault("algorithm.epoch=3")
-    assert line.startswith(
-        "unknown key 'algorithm.epoch'; did you mean 'algorithm.epochs'? valid in algorithm: "
-    )
+    assert line.startswith("unknown key 'algorithm.epoch'; did you mean 'algorithm.epochs'? valid in algorithm: ")
     assert "gae_lambda" in line
-    assert fault("algo.lr=1").startswith(
-        "unknown key 'algo.lr'; did you mean 'algorithm.lr'? the sections are env, "
-    )
+    assert fault("algo.lr=1").startswith("unknown key 'algo.lr'; did you mean 'algorithm.lr'? the sections are env, ")
     assert "did you mean 'algorithm.lr'?" in fault("lr=1")
     assert "did you mean 'algorithm.lr'?" in fault("env.lr=1")
     assert "did you mean" not in fault("qqqq.zzzz=1")
@@ -232,7 +224,7 @@ def test_what_is_no_override(text: str) -> None:
         ("algorithm.normalize_obs=yes", 'algorithm.normalize_obs = "yes": expected true or false'),
         ("algorithm.staleness=2", "algorithm.staleness = 2: expected one of 0, 1 (default 1)"),
         ("algorithm.target_kl=big", 'algorithm.target_kl = "big": expected number or none'),
-        ("algorithm.target_kl=-1", "algorithm.target_kl = -1.0: expected > 0 or none"),
+        ("algorithm.target_kl=-1", "algorithm.target_kl = -1: expected number or none, > 0"),
         ("algorithm.lr.x=1", "algorithm.lr = {x = 1}: expected number"),
         ("algorithm.name=pp", 'algorithm.name = "pp": expected one of ppo; did you mean'),
         ("algorithm.name=3", "algorithm.name = 3: expected one of ppo"),
@@ -242,7 +234,7 @@ def test_what_is_no_override(text: str) -> None:
         ("network.sizes=64", "network.sizes = 64: expected list of integer"),
         ("network.sizes=[64", "network.sizes = [64: not TOML: Unclosed array"),
         ("env.id='x", "env.id = 'x: not TOML: "),
-        ("env.max_episode_steps=0", "env.max_episode_steps = 0: expected > 0 or none"),
+        ("env.max_episode_steps=0", "env.max_episode_steps = 0: expected integer or none, > 0"),
         ("env.kwargs=3", "env.kwargs = 3: expected table"),
         ("env.kwargs.a.b=inf", "env.kwargs.a.b = inf: expected a finite number"),
         ("env.kwargs.a=[1, nan]", "env.kwargs.a[1] = nan: expected a finite number"),
@@ -270,17 +262,10 @@ def test_faults_between_knobs() -> None:
         f"algorithm.minibatch = 100: it does not divide the {product}; algorithm.minibatch=128 does"
     )
     assert fault("algorithm.minibatch=1000").endswith("algorithm.minibatch=256 does")
-    assert fault("algorithm.rollout_steps=9", "algorithm.minibatch=70").endswith(
-        "algorithm.minibatch=72 does"
-    )
-    assert (
-        fault("run.steps=200")
-        == f"run.steps = 200: too few for the {product}; run.steps=256 is one iteration"
-    )
+    assert fault("algorithm.rollout_steps=9", "algorithm.minibatch=70").endswith("algorithm.minibatch=72 does")
+    assert fault("run.steps=200") == f"run.steps = 200: too few for the {product}; run.steps=256 is one iteration"
     assert "always 0" in fault("algorithm.minibatch=1")
-    assert resolve(
-        "cartpole-ppo", overrides=["algorithm.minibatch=1", "algorithm.normalize_advantages=false"]
-    )
+    assert resolve("cartpole-ppo", overrides=["algorithm.minibatch=1", "algorithm.normalize_advantages=false"])
     huge = fault("algorithm.rollout_steps=1e15", "algorithm.minibatch=999999999999937", "run.steps=9e18")
     assert "does not divide" in huge
     assert configs.check(resolve("cartpole-ppo")) == []
@@ -290,9 +275,7 @@ def test_faults_between_knobs() -> None:
 def test_all_faults_come_at_once_each_on_its_line(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     file.write_text('wrong = 1\nnetwork = 3\n[algorithm]\nclip = "x"\nlrr = 1\n')
-    said = faults(
-        "cartpole-ppo", "env.lanes=0", "stop.wall=3", "algorithm.minibatch=7", "run.steps=1", file=file
-    )
+    said = faults("cartpole-ppo", "env.lanes=0", "stop.wall=3", "algorithm.minibatch=7", "run.steps=1", file=file)
     where = f" (in {file})"
     starts = [
         f"unknown key 'wrong'{where};",
@@ -351,13 +334,9 @@ values = st.recursive(
     st.floats(min_value=1e-300, max_value=10),
     st.integers(0, 2**31 - 1),
     st.lists(st.integers(1, 8192), min_size=1, max_size=4),
-    st.dictionaries(
-        st.text(string.ascii_letters, min_size=1), scalars.filter(lambda v: not isinstance(v, str))
-    ),
+    st.dictionaries(st.text(string.ascii_letters, min_size=1), scalars.filter(lambda v: not isinstance(v, str))),
 )
-def test_round_trip_of_overrides(
-    name: str, lr: float, seed: int, sizes: list[int], kwargs: dict[str, object]
-) -> None:
+def test_round_trip_of_overrides(name: str, lr: float, seed: int, sizes: list[int], kwargs: dict[str, object]) -> None:
     inner = [f"env.kwargs.{key}={show(value)}" for key, value in kwargs.items()]
     config = resolve(name, overrides=[f"algorithm.lr={lr}", f"network.sizes={sizes}", *inner], seed=seed)
     assert (config.algorithm.lr, config.run.seed, config.network.sizes) == (lr, seed, tuple(sizes))
@@ -390,8 +369,7 @@ def test_mutated_bytes_give_a_config_error_or_a_config_that_holds(data: st.DataO
         start = data.draw(st.integers(0, len(payload)))
         end = data.draw(st.integers(start, min(len(payload), start + 6)))
         payload[start:end] = data.draw(
-            st.binary(max_size=4)
-            | st.sampled_from([b"null", b"-1", b"1e999", b"NaN", b"{}", b"[]", b'"x"', b"1.5"])
+            st.binary(max_size=4) | st.sampled_from([b"null", b"-1", b"1e999", b"NaN", b"{}", b"[]", b'"x"', b"1.5"])
         )
     config = accepts(bytes(payload))
     if config is not None:
@@ -405,9 +383,7 @@ def test_mutated_values_give_a_config_error_or_a_config_that_holds(data: st.Data
     document = msgspec.json.decode(to_json(resolve("cartpole-ppo")))
     section = data.draw(st.sampled_from(sorted(document)))
     if isinstance(document[section], dict) and data.draw(st.booleans()):
-        document[section][data.draw(st.sampled_from(sorted(document[section])) | st.text())] = data.draw(
-            values
-        )
+        document[section][data.draw(st.sampled_from(sorted(document[section])) | st.text())] = data.draw(values)
     else:
         document[section] = data.draw(values)
     config = accepts(msgspec.json.encode(document))

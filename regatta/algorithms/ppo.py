@@ -36,28 +36,32 @@ class PPOConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fie
     clip: Annotated[float, Meta(gt=0, le=10, description="how far the probability ratio may move from 1")] = 0.2
     clip_schedule: Annotated[Schedule, Meta(description="linear: the clip falls to zero over run.steps")] = "constant"
     gamma: Annotated[float, Meta(gt=0, le=1, description="discount per step")] = 0.99
-    gae_lambda: Annotated[float, Meta(ge=0, le=1, description="advantage estimation: 0 is one step, 1 the return")] = 0.95
+    gae_lambda: Annotated[float, Meta(ge=0, le=1, description="advantage estimation: 0 is one step, 1 the return")] = (
+        0.95
+    )
     value_coef: Annotated[float, Meta(ge=0, description="weight of the critic's loss")] = 0.5
-    value_clip: Annotated[float | None, Meta(description="how far a value may move per iteration; none: freely")] = None
+    value_clip: Annotated[
+        Annotated[float, Meta(gt=0)] | None, Meta(description="how far a value may move per iteration; none: freely")
+    ] = None
     entropy_coef: Annotated[float, Meta(ge=0, description="weight of the entropy bonus")] = 0.0
     max_grad_norm: Annotated[float, Meta(gt=0, description="gradients longer than this are scaled down")] = 0.5
     target_kl: Annotated[
-        float | None, Meta(description="stop an iteration's epochs once the KL exceeds 1.5 times this; none: never")
+        Annotated[float, Meta(gt=0)] | None,
+        Meta(description="stop an iteration's epochs once the KL exceeds 1.5 times this; none: never"),
     ] = None
     normalize_advantages: Annotated[bool, Meta(description="zero mean and unit deviation in each minibatch")] = True
     normalize_obs: Annotated[bool, Meta(description="scale observations by their running mean and deviation")] = False
     normalize_reward: Annotated[bool, Meta(description="scale rewards by the deviation of the running return")] = False
     staleness: Annotated[
-        Literal[0, 1], Meta(description="0: collect, then learn; 1: collect the next iteration while learning")
+        Literal[0, 1],
+        Meta(description="0: collect, then learn; 1: collect the next iteration while learning"),
     ] = 1
 
 
 METRICS = ("policy_loss", "value_loss", "entropy", "kl", "clip_fraction", "grad_norm")
 
 
-def loss(
-    xp: Any, policy: Policy, config: PPOConfig, params: Any, batch: Any, clip: Any
-) -> tuple[Any, tuple[Any, ...]]:
+def loss(xp: Any, policy: Policy, config: PPOConfig, params: Any, batch: Any, clip: Any) -> tuple[Any, tuple[Any, ...]]:
     """The clipped surrogate, the critic's error and the entropy bonus, over the valid samples of a minibatch.
 
     batch: obs [B, D] (normalised)  actions [B, ...]  logp, values, advantages, returns, weight [B]  mask [B, A] or None
@@ -92,9 +96,7 @@ def loss(
 def optimizer(config: PPOConfig) -> Any:
     import optax
 
-    return optax.flatten(
-        optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.scale_by_adam(eps=1e-5))
-    )
+    return optax.flatten(optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.scale_by_adam(eps=1e-5)))
 
 
 def compile_update(policy: Policy, config: PPOConfig, layout: Layout) -> Callable[..., Any]:
@@ -113,13 +115,9 @@ def compile_update(policy: Policy, config: PPOConfig, layout: Layout) -> Callabl
         values, last_value = values[:-1], values[-1]
         heads = jax.tree.map(lambda x: x[:-1] if x.ndim > 1 else x, out)
         logp = policy.distribution.log_prob(jnp, heads, data["actions"], data["mask"])
-        following = next_values(
-            jnp, values, last_value, data["terminated"], data["truncated"], data["final_values"]
-        )
+        following = next_values(jnp, values, last_value, data["terminated"], data["truncated"], data["final_values"])
         done = data["terminated"] | data["truncated"]
-        advantages = gae(
-            data["rewards"], values, following, done, data["valid"], config.gamma, config.gae_lambda
-        )
+        advantages = gae(data["rewards"], values, following, done, data["valid"], config.gamma, config.gae_lambda)
         batch = {
             "obs": policy.normalize(jnp, stats, obs[:-1]),
             "actions": data["actions"],
@@ -237,8 +235,7 @@ class PPO:
 
     def _data(self, results: list[tuple[Result, Arrays]], behaviour: Snapshot) -> dict[str, Any]:
         data: dict[str, Any] = {
-            name: side_by_side(results, name)
-            for name in ("actions", "rewards", "terminated", "truncated", "valid")
+            name: side_by_side(results, name) for name in ("actions", "rewards", "terminated", "truncated", "valid")
         }
         last = np.concatenate([arrays["last_obs"] for _, arrays in results])
         data["obs"] = np.concatenate([side_by_side(results, "obs"), last[None]])
@@ -310,8 +307,9 @@ class PPO:
         import jax
 
         self._theta = np.array(arrays["theta"])
-        leaves, structure = jax.tree.flatten(self._opt_state)
-        self._opt_state = structure.unflatten([np.array(arrays[f"opt/{i}"]) for i in range(len(leaves))])
+        structure: Any = jax.tree.structure(self._opt_state)
+        leaves = [np.array(arrays[f"opt/{i}"]) for i in range(structure.num_leaves)]
+        self._opt_state = jax.tree.unflatten(structure, leaves)
         if self._moments is not None:
             self._moments.load(arrays, "obs")
         if self._rewards is not None:

@@ -14,9 +14,7 @@ def next_values(xp: Any, values: Any, last_value: Any, terminated: Any, truncate
     return xp.where(terminated, 0.0, xp.where(truncated, final_values, following))
 
 
-def gae(
-    rewards: Any, values: Any, following: Any, done: Any, valid: Any, gamma: float, lam: float
-) -> Any:
+def gae(rewards: Any, values: Any, following: Any, done: Any, valid: Any, gamma: float, lam: float) -> Any:
     """Generalised advantage estimation (Schulman et al. 2016), [T, M] each, in one reverse scan.
 
     A step that is not valid contributes nothing and ends the sum, as if the trajectory stopped before it.

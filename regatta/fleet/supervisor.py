@@ -57,10 +57,11 @@ class Supervisor:
         backoff_s = 0.0 if place.failures == 1 else FIRST_BACKOFF_S * 2 ** (place.failures - 2)
         place.restart_at = now + min(backoff_s, LAST_BACKOFF_S)
 
-    def replace(self, name: str) -> None:
+    def replace(self, name: str, now: float) -> None:
         """The worker does not answer: end its process if it is ours; `step` will start another."""
         if self._fleet is not None and name in self._fleet.pids():
             self._fleet.stop(name, grace_s=0.0)
+            self._plan_restart(Exited(name, -9, "it did not answer and was replaced"), now)
 
     def healthy(self, name: str) -> None:
         """A result of this worker was accepted."""

@@ -7,6 +7,7 @@ A mask, where the environment gives one, holds True for each legal choice.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, Literal, Protocol
 
 import msgspec
@@ -93,7 +94,7 @@ class MultiCategorical:
     def __init__(self, sizes: tuple[int, ...]) -> None:
         self.parts = [Categorical(n) for n in sizes]
         bounds = np.cumsum((0, *sizes))
-        self.slices = [slice(int(a), int(b)) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+        self.slices = [slice(int(a), int(b)) for a, b in itertools.pairwise(bounds)]
 
     def noise(self, rng: np.random.Generator, *shape: int) -> Array:
         return gumbel(rng, (*shape, self.slices[-1].stop))

@@ -58,4 +58,5 @@ def orthogonal(rng: np.random.Generator, rows: int, columns: int) -> Array:
     tall = rng.standard_normal((max(rows, columns), min(rows, columns)))
     q, r = np.linalg.qr(tall)
     q = q * np.sign(np.diagonal(r))  # makes the decomposition, and so the distribution, unique
-    return q if rows >= columns else q.T
+    matrix: Array = q if rows >= columns else q.T
+    return matrix

@@ -29,10 +29,12 @@ class EnvConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = ""
     kwargs: Annotated[dict[str, Any], Meta(description="arguments for making the environment")] = {}
     max_episode_steps: Annotated[
-        int | None, Meta(description="time limit of an episode; none keeps the environment's own")
+        Annotated[int, Meta(gt=0)] | None,
+        Meta(description="time limit of an episode; none keeps the environment's own"),
     ] = None
     lanes: Annotated[
-        int, Meta(ge=1, le=4096, description="groups of environments; the most workers that can share the work")
+        int,
+        Meta(ge=1, le=4096, description="groups of environments; the most workers that can share the work"),
     ] = 2
     lane_envs: Annotated[int, Meta(ge=1, le=4096, description="environments stepped together in one lane")] = 4
     step_timeout_s: Annotated[
@@ -65,7 +67,11 @@ def make(config: EnvConfig, *, checked: bool = False, render_mode: str | None = 
         return gymnasium.make(
             config.id, max_episode_steps=config.max_episode_steps, disable_env_checker=not checked, **kwargs
         )
-    except (gymnasium.error.UnregisteredEnv, gymnasium.error.DeprecatedEnv, gymnasium.error.NameNotFound) as error:
+    except (
+        gymnasium.error.UnregisteredEnv,
+        gymnasium.error.DeprecatedEnv,
+        gymnasium.error.NameNotFound,
+    ) as error:
         raise ConfigError(f"env.id: unknown environment {config.id!r}: {error}") from error
     except (gymnasium.error.DependencyNotInstalled, ModuleNotFoundError) as error:
         raise ConfigError(f"env.id: {config.id!r} needs a part that is not installed: {_remedy(error)}") from error
@@ -92,7 +98,7 @@ def _call(config: EnvConfig, kwargs: dict[str, Any]) -> gymnasium.Env[Any, Any]:
     if not callable(function):
         names = [name for name in vars(module) if callable(getattr(module, name)) and not name.startswith("_")]
         raise ConfigError(f"env.id: {module_name!r} has no callable {function_name!r}; it has {', '.join(names)}")
-    env = function(**kwargs)
+    env: gymnasium.Env[Any, Any] = function(**kwargs)
     if not isinstance(env, gymnasium.Env):
         raise ConfigError(f"env.id: {config.id!r} returned {type(env).__name__}, not a gymnasium.Env")
     if config.max_episode_steps is not None:
@@ -147,4 +153,3 @@ def probe(config: EnvConfig) -> spaces.Interface:
         ) from error
     finally:
         env.close()
-

@@ -30,9 +30,11 @@ def play(task: Play, config: envs.EnvConfig, policy: Policy, act: Act, watch: Wa
                 score, length, over = 0.0, 0, False
                 while not over:
                     write(row[0], obs)
-                    mask = spaces.read_mask(spaces.mask_of(obs, info), policy.action.outputs)[None] if (
-                        policy.action.masked
-                    ) else None
+                    mask = (
+                        spaces.read_mask(spaces.mask_of(obs, info), policy.action.outputs)[None]
+                        if (policy.action.masked)
+                        else None
+                    )
                     noise = None if task.deterministic else policy.distribution.noise(rng, 1)
                     watch.since = time.monotonic()
                     obs, reward, end, cut, info = stepper.env.step(to_env(act(row, noise, mask))[0])

@@ -63,9 +63,7 @@ class Lane:
         if not first and replay is None:
             raise EnvError(f"lane {self.number} is not held here at iteration {task.iteration} and no replay came")
         with self._watch:
-            numbers = seeds(
-                self._seed, "reset", self.number, task.origin, task.attempt, count=len(self._envs)
-            )
+            numbers = seeds(self._seed, "reset", self.number, task.origin, task.attempt, count=len(self._envs))
             for i, number in enumerate(numbers):
                 self._reset(i, self._obs, number)
             if not first and replay is not None:
@@ -208,7 +206,7 @@ class Lane:
         bad = ~np.isfinite(obs[1:]).all(-1) | ~np.isfinite(rewards)
         for t, i, row in finals:
             bad[t, i] |= not np.isfinite(row).all()
-        for i in np.flatnonzero(bad.any(0)):
+        for i in np.flatnonzero(bad.any(0)).tolist():
             t = int(bad[:, i].argmax())
             what = "reward" if not np.isfinite(rewards[t, i]) else "observation"
             text = f"the environment returned a non-finite {what} at step {t} of iteration {task.iteration}"
@@ -219,7 +217,7 @@ class Lane:
             chunk["terminated"][t:, i] = False
             chunk["rewards"][t:, i] = 0.0
             np.nan_to_num(obs[:, i], copy=False, nan=0.0, posinf=0.0, neginf=0.0)
-            fault = self._replace(task, len(rewards) - 1, int(i), text, len(faults))
+            fault = self._replace(task, len(rewards) - 1, i, text, len(faults))
             faults.append(fault)
 
     def close(self) -> None:

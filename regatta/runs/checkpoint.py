@@ -82,9 +82,7 @@ def encode_checkpoint(checkpoint: Checkpoint) -> Encoded:
     arrays = {name: np.asarray(array, order="C") for name, array in checkpoint.arrays.items()}
     for name, array in arrays.items():
         if array.dtype.kind not in "biuf":
-            raise CheckpointError(
-                f"array {name!r} has dtype {array.dtype}; only numbers and booleans can be saved"
-            )
+            raise CheckpointError(f"array {name!r} has dtype {array.dtype}; only numbers and booleans can be saved")
     try:
         # The json module rather than msgspec: states of random generators are integers of 128 bits, and NaN
         # must come back as NaN.

@@ -108,9 +108,7 @@ def plain(value: Any) -> Any:
     """NumPy scalars as Python numbers, for msgspec's encoders."""
     item = getattr(value, "item", None)
     if item is None:
-        raise TypeError(
-            f"{type(value).__name__} cannot be written as JSON; pass numbers, text, lists or dicts"
-        )
+        raise TypeError(f"{type(value).__name__} cannot be written as JSON; pass numbers, text, lists or dicts")
     return item()
 
 

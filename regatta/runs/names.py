@@ -44,9 +44,7 @@ def is_name(name: str) -> bool:
 def check_name(name: str) -> str:
     """The user's own name for a run, if it can be one."""
     if name in RESERVED:
-        raise UsageError(
-            f"a run cannot be called {name!r}: that stands for the newest run; choose another name"
-        )
+        raise UsageError(f"a run cannot be called {name!r}: that stands for the newest run; choose another name")
     if not is_name(name):
         raise UsageError(
             f"{name!r} cannot name a run; use lower-case letters, digits, dashes and dots, "

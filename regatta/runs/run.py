@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
@@ -14,6 +14,9 @@ from regatta.runs.layout import EPISODES, METRICS, RUN, STATUS, Facts, Json, Sta
 from regatta.runs.names import is_name
 from regatta.runs.writer import RunWriter
 from regatta.store.base import Store
+
+if TYPE_CHECKING:
+    from regatta.runs.agent import Agent
 
 __all__ = ["Run", "RunConfig", "RunSummary", "RunWriter", "find_run", "list_runs"]
 
@@ -72,6 +75,14 @@ class Run:
     def checkpoint(self, which: Which = "last") -> tuple[Checkpoint, list[str]]:
         """A checkpoint that holds, and notes on newer ones that do not."""
         return load_checkpoint(self._store, self.id, which)
+
+    def policy(self, which: Which = "last") -> Agent:
+        """The trained policy, ready to act in its environment: `run.policy().act(obs)`."""
+        from regatta.rollout.envs import EnvConfig
+        from regatta.runs.agent import Agent
+
+        checkpoint, _ = self.checkpoint(which)
+        return Agent(checkpoint, msgspec.convert(self.config["env"], EnvConfig))
 
 
 class RunSummary(msgspec.Struct, frozen=True):

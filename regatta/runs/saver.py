@@ -139,9 +139,7 @@ class Saver:
             error: Exception | None = None
             try:
                 waiting.job()
-            except (
-                Exception
-            ) as raised:  # a StoreError is retried; anything else is ours and goes to the caller
+            except Exception as raised:  # a StoreError is retried; anything else is ours and goes to the caller
                 error = raised
             with self._changed:
                 self._running = None

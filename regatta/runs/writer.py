@@ -38,15 +38,13 @@ from regatta.store.base import Store
 SAVE_EVERY_S = 2.0
 ROW_EVERY_S = 0.1
 # Where these stand is what a row is about; of everything else it tells the mean since the row before.
-COUNTERS = frozenset({"iteration", "steps", "episodes", "version", "wall_s"})
+COUNTERS = frozenset({"iteration", "steps", "episodes", "version", "wall_s", "restarts", "results_dropped"})
 
 
 class RunWriter:
     """Made by `create` or `resume`. For one thread, the learner's; saving happens on the saver's."""
 
-    def __init__(
-        self, store: Store, run_id: str, status: Status, journals: tuple[Journal, Journal], keep: int
-    ) -> None:
+    def __init__(self, store: Store, run_id: str, status: Status, journals: tuple[Journal, Journal], keep: int) -> None:
         self.id = run_id
         self._store = store
         self._keep = keep
@@ -79,7 +77,7 @@ class RunWriter:
         for run_id in candidates(preset) if name is None else [name]:
             record = encode_record(msgspec.structs.replace(gathered, id=run_id))
             if store.put_new(run_key(run_id, RUN), record):
-                store.sweep(run_id)
+                # No sweep: it would take away what others who want the same name are writing just now.
                 journals = (Journal.fresh(store, run_id, METRICS), Journal.fresh(store, run_id, EPISODES))
                 status = _here(Status())
                 _put_status(store, run_id, status)
@@ -90,9 +88,7 @@ class RunWriter:
         )
 
     @classmethod
-    def resume(
-        cls, store: Store, run_id: str, *, after: int, keep: int = 3, force: bool = False
-    ) -> RunWriter:
+    def resume(cls, store: Store, run_id: str, *, after: int, keep: int = 3, force: bool = False) -> RunWriter:
         """Go on with a run after iteration `after` (0: from the start), forgetting what lies beyond it.
 
         Refuses while another learner seems to be writing it, unless `force`.

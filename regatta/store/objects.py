@@ -65,9 +65,7 @@ class ObjectStore:
     def put(self, key: str, data: bytes) -> None:
         check_key(key)
         objects = self._writable()
-        self._do(
-            "write", "to", key, lambda: obstore.put(objects, key, data, **_multipart_option(self._multipart))
-        )
+        self._do("write", "to", key, lambda: obstore.put(objects, key, data, **_multipart_option(self._multipart)))
 
     def put_new(self, key: str, data: bytes) -> bool:
         check_key(key)
@@ -149,7 +147,10 @@ class FolderStore(ObjectStore):
         removed = 0
         for folder, _, names in os.walk(self._path / check_key(prefix)):
             for name in filter(is_staged, names):
-                self._do("remove", "from", prefix, Path(folder, name).unlink)
+                try:
+                    Path(folder, name).unlink(missing_ok=True)
+                except OSError as error:
+                    raise StoreError(f"cannot sweep {prefix} in {self._location}: {_reason(error)}") from error
                 removed += 1
         return removed
 

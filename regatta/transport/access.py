@@ -1,4 +1,4 @@
-"""Who may reach a learner: parsing of tcp and ipc URLs, what counts as loopback, which tokens are good enough.
+"""Who may reach a learner: parsing of tcp and ipc URLs, what counts as loopback, which tokens will do.
 
 Only an address proven to be loopback is treated as one; a name is resolved here and the number is what gets
 bound, so the judgement and the bind cannot differ.
@@ -12,13 +12,14 @@ import re
 import shutil
 import socket
 import stat
+import sys
 import tempfile
 from pathlib import Path
 
 from regatta.errors import TransportError, UsageError
 
 MIN_TOKEN_CHARS = 16
-MAX_SOCKET_PATH_BYTES = 103 if os.uname().sysname == "Darwin" else 107
+MAX_SOCKET_PATH_BYTES = 103 if sys.platform == "darwin" else 107
 _TCP = re.compile(r"tcp://(?P<host>\[[^\]/@]+\]|[^\[\]:/@]+):(?P<port>\d{1,5})")
 
 
@@ -52,7 +53,7 @@ def bind_host(host: str) -> str:
     numbers = resolve(host)
     if not numbers:
         raise UsageError(
-            f"cannot listen on {host!r}: the name does not resolve here; use one of this machine's addresses, "
+            f"cannot listen on {host!r}: the name does not resolve here; use an address of this machine, "
             "or 127.0.0.1 for this machine only"
         )
     return next((number for number in numbers if ":" not in number), numbers[0])
@@ -98,7 +99,7 @@ def parse_ipc(url: str) -> str:
     """The socket's path, '' where none is given."""
     path = url.removeprefix("ipc:").removeprefix("//")
     if path.startswith("@"):
-        raise UsageError(f"{url!r}: abstract sockets are open to every user here; give a path, or just 'ipc:'")
+        raise UsageError(f"{url!r}: abstract sockets are open to every user; give a path, or just 'ipc:'")
     if path and not path.startswith("/"):
         raise UsageError(f"{url!r}: the socket's path must be absolute, as in ipc:///tmp/run/socket")
     if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
@@ -109,7 +110,7 @@ def parse_ipc(url: str) -> str:
 
 
 class SocketFile:
-    """The file an ipc: learner listens on; in a private temporary folder of its own unless a path is given."""
+    """The file an ipc: learner listens on; in a private temporary folder unless a path is given."""
 
     def __init__(self, path: str) -> None:
         self.folder: str | None = None
@@ -135,7 +136,7 @@ def _private_folder() -> str:
 
 
 def _check_free(path: str) -> None:
-    """ZeroMQ unlinks whatever is at the path before it binds: that must not be a live learner or your file."""
+    """ZeroMQ unlinks whatever is at the path before it binds: not a live learner, not your file."""
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:

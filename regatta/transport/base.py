@@ -1,15 +1,15 @@
 """The transport contract: what a learner's end and a worker's end do, and which URL brings which one.
 
 A transport moves bytes and knows nothing of reinforcement learning. Each end is used by one thread at a time.
-A worker is known by its epoch: an integer the learner hands out on joining and never again in its process. Once
-a session is over, nothing more of it is delivered, in either direction.
+A worker is known by its epoch: an integer the learner hands out on joining and never again in its process.
+Once a session is over, nothing more of it is delivered, in either direction.
 """
 
 from __future__ import annotations
 
 import itertools
 from importlib import import_module
-from typing import Protocol, cast
+from typing import Generic, Protocol, TypeVar, cast
 
 import msgspec
 
@@ -25,6 +25,7 @@ _MODULES = {
 _EXAMPLES = "inline:, ipc:, ipc:///path/to/socket, tcp://127.0.0.1:5555"
 
 epochs = itertools.count(1)
+_Payload = TypeVar("_Payload")
 
 
 class Joined(msgspec.Struct, frozen=True):
@@ -138,22 +139,22 @@ def _module(url: str) -> _Module:
     return cast(_Module, import_module(_MODULES[scheme]))
 
 
-class Snapshots:
-    """The last few versions, by age of arrival. Both ends evict alike, so the learner knows what a worker has."""
+class Snapshots(Generic[_Payload]):
+    """The last few versions to arrive. Both ends evict alike, so the learner knows what a worker has."""
 
     def __init__(self) -> None:
-        self._kept: dict[int, bytes] = {}
+        self._kept: dict[int, _Payload] = {}
 
     def __contains__(self, version: int) -> bool:
         return version in self._kept
 
-    def put(self, version: int, payload: bytes = b"") -> None:
+    def put(self, version: int, payload: _Payload) -> None:
         self._kept.pop(version, None)
         self._kept[version] = payload
         while len(self._kept) > KEPT_SNAPSHOTS:
             del self._kept[next(iter(self._kept))]
 
-    def get(self, version: int) -> bytes:
+    def get(self, version: int) -> _Payload:
         if version not in self._kept:
             have = ", ".join(map(str, self._kept)) or "none"
             raise TransportError(

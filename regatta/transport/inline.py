@@ -27,7 +27,7 @@ class InlineLearner:
         self._events: deque[Event] = deque()
         self._workers: dict[int, InlineWorker] = {}
         self._serve: dict[int, ServeOnce] = {}
-        self._published = Snapshots()
+        self._published: Snapshots[bytes] = Snapshots()
 
     def join(self, name: str) -> InlineWorker:
         """A worker that the caller drives itself."""
@@ -106,7 +106,7 @@ class InlineWorker:
         self.name = name
         self.spec = spec
         self.inbox: deque[bytes] = deque()
-        self.snapshots = Snapshots()
+        self.snapshots: Snapshots[bytes] = Snapshots()
         self.over: ConnectionLost | Goodbye | None = None
         self._learner = learner
 

@@ -15,6 +15,7 @@ import pytest
 from regatta.errors import CheckpointError, StoreError
 from regatta.runs.checkpoint import (
     Checkpoint,
+    Which,
     list_checkpoints,
     load_checkpoint,
     prune,
@@ -22,6 +23,7 @@ from regatta.runs.checkpoint import (
     save_checkpoint,
 )
 from regatta.store.base import Store, open_store
+from regatta.types import Arrays
 
 
 @pytest.fixture(params=["folder", "memory"])
@@ -36,7 +38,7 @@ def make(iteration: int, return_mean: float | None = None, value: float | None =
 
 
 def test_round_trip_is_exact(store: Store) -> None:
-    arrays = {
+    arrays: Arrays = {
         "scalar": np.array(1.5, np.float32),
         "empty": np.zeros((0, 3), np.int64),
         "flags": np.array([True, False]),
@@ -58,9 +60,7 @@ def test_round_trip_is_exact(store: Store) -> None:
         assert loaded.arrays[name].tobytes() == array.tobytes(), name
     assert loaded.state["rng"] == state["rng"]
     assert math.isnan(loaded.state["nan"])
-    assert {k: v for k, v in loaded.state.items() if k != "nan"} == {
-        k: v for k, v in state.items() if k != "nan"
-    }
+    assert {k: v for k, v in loaded.state.items() if k != "nan"} == {k: v for k, v in state.items() if k != "nan"}
     assert store.list("run") == [
         f"run/checkpoints/000000007/{part}" for part in ("manifest.json", "state.json", "state.safetensors")
     ]
@@ -75,7 +75,7 @@ def test_no_arrays_and_no_state(store: Store) -> None:
 def test_what_cannot_be_saved_is_refused_at_once(store: Store) -> None:
     with pytest.raises(CheckpointError, match="array 'w' has dtype object"):
         save_checkpoint(store, "run", Checkpoint(1, 1, {"w": np.array([None])}))
-    with pytest.raises(CheckpointError, match="plain JSON: .*set"):
+    with pytest.raises(CheckpointError, match=r"plain JSON: .*set"):
         save_checkpoint(store, "run", Checkpoint(1, 1, {}, {"x": {1, 2}}))
     assert store.list() == []
 
@@ -100,9 +100,10 @@ def test_best_without_returns_is_the_last(store: Store) -> None:
 
 
 def test_none_at_all(store: Store) -> None:
-    for which in ("last", "best"):
+    whiches: list[Which] = ["last", "best"]
+    for which in whiches:
         with pytest.raises(CheckpointError, match="run run has no checkpoint yet"):
-            load_checkpoint(store, "run", which)  # type: ignore[arg-type]
+            load_checkpoint(store, "run", which)
 
 
 @pytest.mark.parametrize("part", ["state.safetensors", "state.json", "manifest.json"])

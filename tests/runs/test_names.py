@@ -65,5 +65,5 @@ def test_names_are_unique_under_concurrency(tmp_path: Path, monkeypatch: pytest.
 def test_a_taken_name_is_refused_with_the_remedy(tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
     RunWriter.create(store, preset="p", config={}, command=[], name="mine").close("done")
-    with pytest.raises(UsageError, match="'mine' already exists in .*; choose another --name, or .* resume mine"):
+    with pytest.raises(UsageError, match=r"'mine' already exists in .*; choose another --name, or .* resume mine"):
         RunWriter.create(store, preset="p", config={}, command=[], name="mine")

@@ -36,7 +36,7 @@ def test_large_values(store: Store) -> None:
 
 
 def test_missing_keys(store: Store) -> None:
-    with pytest.raises(NotFound, match="no run/a.json in "):
+    with pytest.raises(NotFound, match=r"no run/a.json in "):
         store.get("run/a.json")
     store.put("run/b.json", b"")
     with pytest.raises(NotFound):
@@ -153,7 +153,7 @@ def test_errors_name_store_key_and_cause(tmp_path: Path) -> None:
         store.put("r/a/b", b"")
     assert str(caught.value) == f"cannot write r/a/b to {tmp_path}: Not a directory"
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(StoreError, match="cannot open store .*/file/runs: Not a directory"):
+    with pytest.raises(StoreError, match=r"cannot open store .*/file/runs: Not a directory"):
         open_store(str(tmp_path / "file" / "runs")).put("a", b"")
 
 
@@ -165,7 +165,7 @@ def test_reading_a_folder_as_a_key_is_a_store_error(tmp_path: Path) -> None:
 
 
 def test_locations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UsageError, match="unknown kind of store 'ftp://'; use a folder, or .* s3://"):
+    with pytest.raises(UsageError, match=r"unknown kind of store 'ftp://'; use a folder, or .* s3://"):
         open_store("ftp://host/runs")
     store = open_store(f"file://{tmp_path}")
     store.put("a", b"1")

@@ -1,0 +1,141 @@
+"""Commands that read: `presets`, `runs`, `show` and `evaluate`."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal, cast
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from regatta import config as configs
+from regatta.cli.display import figure, sparkline
+from regatta.errors import UsageError
+from regatta.runs.run import find_run, list_runs
+from regatta.store.base import default_location, open_store
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for column in columns:
+        name = column.lstrip(">")
+        table.add_column(name, justify="right" if column.startswith(">") else "left", overflow="fold")
+    return table
+
+
+def presets(name: str | None) -> None:
+    console = Console()
+    if name is None:
+        table = _table("preset", "what it is")
+        for preset in configs.preset_names():
+            table.add_row(f"[bold]{preset}[/]", Text(configs.preset_description(preset)))
+        for algorithm in configs.ALGORITHMS:
+            table.add_row(f"[bold]{algorithm}[/]", "the algorithm with its defaults; needs env.id=...")
+        console.print(table)
+        return
+    config = configs.resolve(name, overrides=["env.id=..."] if name in configs.ALGORITHMS else [])
+    table = _table("knob", "value", "default", "valid", "meaning")
+    for knob in configs.knobs(config):
+        style = "bold" if knob.changed else ""
+        table.add_row(
+            *(Text(str(text), style=style) for text in (knob.path, _shown(knob.value))),
+            *(Text(str(text)) for text in (_shown(knob.default), knob.valid, knob.doc)),
+        )
+    console.print(table)
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(list(value) if isinstance(value, tuple) else value)
+
+
+def runs(store: str | None, as_json: bool) -> None:
+    found = list_runs(open_store(store or default_location()))
+    if as_json:
+        print(json.dumps([msgspec.to_builtins(run) for run in found]))
+        return
+    console = Console()
+    if not found:
+        console.print(f"no runs in {store or default_location()} yet; begin with: regatta train cartpole-ppo")
+        return
+    table = _table("run", "status", ">steps", ">return", ">steps/s", ">seconds", "created")
+    for run in found:
+        table.add_row(
+            run.id,
+            run.problem or run.status,
+            f"{run.steps:,}",
+            figure(run.return_mean),
+            figure(run.steps_per_s, 0),
+            figure(run.wall_s),
+            run.created[:19].replace("T", " "),
+        )
+    console.print(table)
+
+
+def show(ref: str, store: str | None, as_json: bool) -> None:
+    run = find_run(open_store(store or default_location()), ref)
+    status = run.status()
+    checkpoints = run.checkpoints()
+    if as_json:
+        facts = msgspec.to_builtins(run.facts)
+        print(json.dumps({**facts, **msgspec.to_builtins(status), "location": run.location}))
+        return
+    console = Console()
+    table = _table("", "")
+    table.show_header = False
+    curve = [value for value in run.metrics().get("return_mean", []) if isinstance(value, float) and value == value]
+    rows = [
+        ("run", run.id),
+        ("status", status.status),
+        ("place", run.location),
+        ("created", run.facts.created),
+        ("command", " ".join(run.facts.command)),
+        ("steps", f"{status.steps:,} in {status.iterations:,} iterations, {status.episodes:,} episodes"),
+        ("return", f"{figure(status.return_mean)}  {sparkline(curve, 40)}"),
+        ("speed", f"{figure(status.steps_per_s, 0)} steps/s, {figure(status.wall_s)} s in all"),
+        (
+            "workers",
+            f"{status.workers}, {status.restarts} restarts, {status.results_dropped} results dropped",
+        ),
+        ("weights", status.weights_sha256 or "–"),
+        (
+            "checkpoints",
+            ", ".join(f"{c.iteration} (step {c.steps:,}, {figure(c.return_mean)})" for c in checkpoints),
+        ),
+        ("versions", ", ".join(f"{name} {number}" for name, number in run.facts.versions.items())),
+    ]
+    for name, text in rows:
+        table.add_row(f"[dim]{name}[/]", Text(text))
+    if status.error:
+        table.add_row("[red]error[/]", Text(status.error))
+    for text in status.warnings[-5:]:
+        table.add_row("[yellow]warning[/]", Text(text))
+    console.print(table)
+    if status.status in ("interrupted", "lost", "failed"):
+        console.print(f"go on with: regatta resume {run.id}")
+
+
+def evaluate(
+    ref: str, episodes: int, checkpoint: str, seed: int, sample: bool, store: str | None, as_json: bool
+) -> None:
+    from regatta import assemble
+
+    if checkpoint not in ("last", "best") and not checkpoint.isdigit():
+        raise UsageError(f"--checkpoint {checkpoint}: valid are last, best, or an iteration number")
+    which = int(checkpoint) if checkpoint.isdigit() else cast(Literal["last", "best"], checkpoint)
+    figures = assemble.evaluate(
+        ref, episodes=episodes, store=store, checkpoint=which, seed=seed, deterministic=not sample
+    )
+    if as_json:
+        print(json.dumps(figures))
+        return
+    Console().print(
+        f"return {figure(figures['return_mean'])} ± {figure(figures['return_std'])} over {episodes} episodes, "
+        f"{figure(figures['length_mean'], 0)} steps each",
+        highlight=False,
+    )
