@@ -201,7 +201,7 @@ def _algorithm(config: Config, policy: Policy) -> Algorithm:
         config.env.lanes,
         config.env.lane_envs,
         config.run.seed,
-        total_iterations=-(-config.run.steps // per_iteration),
+        total_iterations=config.run.steps // per_iteration,  # whole iterations only: run.steps is a limit
     )
 
 

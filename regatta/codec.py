@@ -8,6 +8,7 @@ views into the frame. What does not fit exactly is a CodecError. This module kno
 
 from __future__ import annotations
 
+import math
 import struct
 from typing import Any, TypeVar
 
@@ -20,6 +21,7 @@ from regatta.types import Array, Arrays
 MAGIC = b"RGT1"
 MAX_ARRAYS = 4096
 MAX_DIMS = 8
+MAX_EXTENT = 2**62  # bytes, counting empty dimensions as one: NumPy cannot describe more even where no data follows
 _PREFIX = struct.Struct("<4sII")
 _DTYPES = {
     name: np.dtype(name).newbyteorder("<")
@@ -101,14 +103,12 @@ def _array(view: memoryview, entry: _Entry, offset: int) -> tuple[Array, int]:
         raise CodecError(f"array {entry.name!r} has unknown dtype {entry.dtype!r}")
     if len(entry.shape) > MAX_DIMS or any(n < 0 for n in entry.shape):
         raise CodecError(f"array {entry.name!r} has impossible shape {entry.shape}")
-    count = 1
-    for n in entry.shape:
-        count *= n
+    if math.prod(max(n, 1) for n in entry.shape) * dtype.itemsize > MAX_EXTENT:
+        raise CodecError(f"array {entry.name!r} has impossible shape {entry.shape}")
+    count = math.prod(entry.shape)
     nbytes = count * dtype.itemsize
     if offset + nbytes > len(view):
         raise CodecError(f"array {entry.name!r} is cut short")
-    if any(n > len(view) for n in entry.shape):
-        raise CodecError(f"array {entry.name!r} has impossible shape {entry.shape}")
     array = np.frombuffer(view[offset : offset + nbytes], dtype=dtype).reshape(entry.shape)
     array.flags.writeable = False
     if entry.dtype == "bool" and count and int(array.view(np.uint8).max()) > 1:

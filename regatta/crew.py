@@ -46,7 +46,7 @@ class _Order(msgspec.Struct):
     worker: int | None = None
     waiting: bool = True  # to be assigned, for the first time or again
     fresh: bool = True
-    failures: int = 0
+    failed_by: list[int] = msgspec.field(default_factory=list)
 
 
 class _Worker(msgspec.Struct):
@@ -77,27 +77,28 @@ class Crew:
     def left(self, worker: int, now: float) -> list[int]:
         """The orders it held, now waiting again."""
         gone = self._workers.pop(worker, None)
-        return [] if gone is None else self._release(gone)
+        for order in self._orders.values():
+            if order.worker == worker:
+                order.worker, order.waiting = None, True
+        return [] if gone is None else list(gone.orders)
 
     def submit(self, order: int, lane: int | None, work: float) -> None:
+        """A new order; no two orders for the same lane may be out at once."""
         self._orders[order] = _Order(lane=lane, work=work)
 
     def result(self, worker: int, order: int, now: float) -> bool:
         """Whether to accept what this worker sent for this order."""
+        self.forgive(worker)
         holder = self._workers.get(worker)
         found = self._orders.get(order)
-        if holder is not None:
-            holder.late = False
         if holder is None or found is None or found.worker != worker:
             self.dropped += 1
             return False
-        took_s = now - holder.since
-        if order in holder.orders:
-            pace_s = took_s / max(found.work, 1e-9)
-            self._pace_s = pace_s if self._pace_s is None else 0.8 * self._pace_s + 0.2 * pace_s
-            del holder.orders[order]
+        pace_s = (now - holder.since) / max(found.work, 1e-9)
+        self._pace_s = pace_s if self._pace_s is None else 0.8 * self._pace_s + 0.2 * pace_s
         if found.lane is not None and found.lane not in holder.lanes:
-            self._hold(found.lane, worker)  # it was taken away as late, and nobody else has it yet
+            self._hold(found.lane, worker)  # lanes were released meanwhile
+        del holder.orders[order]
         holder.since = now
         holder.doublings = 0
         del self._orders[order]
@@ -105,23 +106,35 @@ class Crew:
 
     def failed(self, worker: int, order: int, now: float) -> int | None:
         """This worker could not do it. How often that order has failed now, or None if it was not its to do."""
+        self.forgive(worker)
         holder = self._workers.get(worker)
         found = self._orders.get(order)
         if holder is None or found is None or found.worker != worker:
             self.dropped += 1
             return None
         holder.since = now
-        holder.orders.pop(order, None)
+        del holder.orders[order]
         if found.lane is not None:
             holder.lanes.discard(found.lane)
         found.worker, found.waiting = None, True
-        found.failures += 1
-        return found.failures
+        found.failed_by.append(worker)
+        return len(found.failed_by)
 
     def forgive(self, worker: int) -> None:
-        """It spoke, about whatever: it may have work again."""
-        if worker in self._workers:
-            self._workers[worker].late = False
+        """It spoke, about whatever: it may have work again, and what nobody else got meanwhile is still its own.
+
+        Those orders are not sent again: a worker slower than its deadline would pile up copies without end.
+        """
+        found = self._workers.get(worker)
+        if found is None or not found.late:
+            return
+        found.late = False
+        for number, order in self._orders.items():
+            if order.waiting and order.worker == worker:
+                order.waiting = False
+                found.orders[number] = None
+                if order.lane is not None:
+                    self._hold(order.lane, worker)
 
     def abandon(self) -> None:
         """Nobody waits for the outstanding orders any more; their results will be dropped."""
@@ -144,7 +157,10 @@ class Crew:
             if worker.orders and not worker.late and now >= self._deadline(worker):
                 worker.late = True
                 worker.doublings = min(worker.doublings + 1, MAX_DOUBLINGS)
-                self._release(worker, keep_claim=True)
+                for order in worker.orders:  # its answers still count until another gets them
+                    self._orders[order].waiting = True
+                worker.orders.clear()
+                worker.lanes.clear()
                 late.append(number)
         return late
 
@@ -197,18 +213,6 @@ class Crew:
 
     # -- inside -------------------------------------------------------------------------------------------
 
-    def _release(self, worker: _Worker, keep_claim: bool = False) -> list[int]:
-        """Its orders wait again. With `keep_claim` its answer still counts until another gets the order."""
-        released = list(worker.orders)
-        for number in released:
-            order = self._orders[number]
-            order.waiting = True
-            if not keep_claim:
-                order.worker = None
-        worker.orders.clear()
-        worker.lanes.clear()
-        return released
-
     def _hold(self, lane: int, worker: int) -> None:
         for other in self._workers.values():
             if lane in other.lanes:
@@ -220,6 +224,7 @@ class Crew:
         ready = {n: w for n, w in self._workers.items() if not w.late}
         if not ready:
             return None
+        ready = {n: w for n, w in ready.items() if n not in order.failed_by} or ready
         if order.lane is None:
             return min(ready, key=lambda n: (len(ready[n].orders), n))
         least = min(ready, key=lambda n: (len(ready[n].lanes), n))

@@ -6,6 +6,7 @@ As a program, `python -m regatta.worker URL`: what a local fleet starts, light e
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import os
 import platform
 import time
@@ -130,6 +131,7 @@ def main() -> None:
     parser.add_argument("url")
     parser.add_argument("--name")
     options = parser.parse_args()
+    faulthandler.enable()  # a simulator that crashes the process leaves its stack in the last words
     cleanup = leash()
     if cleanup is not None:
         watch_leash(cleanup)

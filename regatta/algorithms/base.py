@@ -19,6 +19,7 @@ class Algorithm(Protocol):
     policy: Policy
     staleness: Staleness
     steps_per_iteration: int
+    total_iterations: int
 
     def tasks(self, iteration: int, version: int) -> list[Task]:
         """What iteration `iteration` needs, to be done with snapshot `version`."""

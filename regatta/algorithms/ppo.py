@@ -141,7 +141,7 @@ def compile_update(policy: Policy, config: PPOConfig, layout: Layout) -> Callabl
             params, state, _ = carry
             some = batch if chosen.shape[0] == size else jax.tree.map(lambda x: x[chosen], batch)
             grads, metrics = jax.grad(lambda p: loss(jnp, policy, config, p, some, clip), has_aux=True)(params)
-            norm = optax.global_norm(grads)
+            norm = jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(grads)))
             steps, new_state = optimise.update(grads, state)
             new = jax.tree.map(lambda p, s: p - lr * s, params, steps)
             if config.target_kl is None:
@@ -247,7 +247,7 @@ class PPO:
             # In NumPy, on as many rows as there are: the compiled call keeps one shape.
             values = self._values(behaviour, rows)
             data["final_values"][index[:, 0], index[:, 1]] = values
-        if self._rewards is not None:
+        if self._rewards is not None and np.isfinite(data["rewards"]).all():  # else the update is refused
             done = data["terminated"] | data["truncated"]
             data["rewards"] = self._rewards.scale(data["rewards"], done)
         return data

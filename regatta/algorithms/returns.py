@@ -23,7 +23,7 @@ def gae(rewards: Any, values: Any, following: Any, done: Any, valid: Any, gamma:
     import jax.numpy as jnp
 
     deltas = jnp.where(valid, rewards + gamma * following - values, 0.0)
-    carries = gamma * lam * (1.0 - done)
+    carries = gamma * lam * (valid & ~done)
 
     def back(advantage: Any, step: Any) -> Any:
         delta, carry = step

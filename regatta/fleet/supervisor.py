@@ -9,6 +9,7 @@ from regatta.fleet.base import Exited, Fleet
 
 FIRST_BACKOFF_S = 0.25
 LAST_BACKOFF_S = 10.0
+LAST_WORDS_S = 0.3
 
 
 class _Place(msgspec.Struct):
@@ -16,6 +17,7 @@ class _Place(msgspec.Struct):
 
     failures: int = 0  # ends in a row without a result between
     restart_at: float | None = None
+    condemned_at: float | None = None  # when to end a process that is out of reach
 
 
 class Supervisor:
@@ -40,6 +42,10 @@ class Supervisor:
         for exited in exits:
             self._plan_restart(exited, now)
         for name, place in self._places.items():
+            if place.condemned_at is not None and now >= place.condemned_at:
+                self._fleet.stop(name, grace_s=0.0)
+                exits.append(Exited(name, -9, "it did not answer and was replaced"))
+                self._plan_restart(exits[-1], now)
             if place.restart_at is not None and now >= place.restart_at:
                 place.restart_at = None
                 self.restarts += 1
@@ -48,6 +54,7 @@ class Supervisor:
 
     def _plan_restart(self, exited: Exited, now: float) -> None:
         place = self._places[exited.name]
+        place.condemned_at = None
         place.failures += 1
         if place.failures > self._max_failures:
             raise EnvError(
@@ -58,10 +65,10 @@ class Supervisor:
         place.restart_at = now + min(backoff_s, LAST_BACKOFF_S)
 
     def replace(self, name: str, now: float) -> None:
-        """The worker does not answer: end its process if it is ours; `step` will start another."""
-        if self._fleet is not None and name in self._fleet.pids():
-            self._fleet.stop(name, grace_s=0.0)
-            self._plan_restart(Exited(name, -9, "it did not answer and was replaced"), now)
+        """The worker is out of reach. If it is ours and does not end by itself, with its last words, we end it."""
+        place = self._places.get(name)
+        if place is not None and place.restart_at is None:
+            place.condemned_at = now + LAST_WORDS_S
 
     def healthy(self, name: str) -> None:
         """A result of this worker was accepted."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import sys
 import warnings
@@ -61,8 +62,10 @@ def make(config: EnvConfig, *, checked: bool = False, render_mode: str | None = 
     kwargs = dict(config.kwargs)
     if render_mode is not None:
         kwargs["render_mode"] = render_mode
-    if ":" in config.id and "/" not in config.id:
-        return _call(config, kwargs)
+    if ":" in config.id and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # console scripts, unlike `python -m`, do not look here
+    if ":" in config.id and config.id.rpartition(":")[2].isidentifier():
+        return _call(config, kwargs)  # what is no identifier is Gymnasium's own module:Name-v0
     try:
         return gymnasium.make(
             config.id, max_episode_steps=config.max_episode_steps, disable_env_checker=not checked, **kwargs
@@ -73,7 +76,7 @@ def make(config: EnvConfig, *, checked: bool = False, render_mode: str | None = 
         gymnasium.error.NameNotFound,
     ) as error:
         raise ConfigError(f"env.id: unknown environment {config.id!r}: {error}") from error
-    except (gymnasium.error.DependencyNotInstalled, ModuleNotFoundError) as error:
+    except (gymnasium.error.DependencyNotInstalled, ImportError) as error:
         raise ConfigError(f"env.id: {config.id!r} needs a part that is not installed: {_remedy(error)}") from error
     except TypeError as error:
         raise ConfigError(f"env.kwargs: {config.id!r} does not take {kwargs}: {error}") from error
@@ -83,8 +86,6 @@ def make(config: EnvConfig, *, checked: bool = False, render_mode: str | None = 
 
 def _call(config: EnvConfig, kwargs: dict[str, Any]) -> gymnasium.Env[Any, Any]:
     module_name, _, function_name = config.id.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # console scripts, unlike `python -m`, do not look here
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -98,6 +99,12 @@ def _call(config: EnvConfig, kwargs: dict[str, Any]) -> gymnasium.Env[Any, Any]:
     if not callable(function):
         names = [name for name in vars(module) if callable(getattr(module, name)) and not name.startswith("_")]
         raise ConfigError(f"env.id: {module_name!r} has no callable {function_name!r}; it has {', '.join(names)}")
+    try:
+        inspect.signature(function).bind(**kwargs)
+    except TypeError as error:
+        raise ConfigError(f"env.kwargs: {config.id!r} does not take {kwargs}: {error}") from error
+    except ValueError:
+        pass  # written in C, without a signature
     env: gymnasium.Env[Any, Any] = function(**kwargs)
     if not isinstance(env, gymnasium.Env):
         raise ConfigError(f"env.id: {config.id!r} returned {type(env).__name__}, not a gymnasium.Env")
@@ -125,10 +132,18 @@ def bare(env: gymnasium.Env[Any, Any]) -> Stepper:
     return Stepper(env, limit)
 
 
+def close(env: gymnasium.Env[Any, Any]) -> None:
+    try:
+        env.close()
+    except Exception:
+        pass  # nobody needs it any more: that it cannot even close is no news
+
+
 def probe(config: EnvConfig) -> spaces.Interface:
     """Make one environment with Gymnasium's checker on, play a little, and learn its shapes."""
-    env = make(config, checked=True)
+    env: gymnasium.Env[Any, Any] | None = None
     try:
+        env = make(config, checked=True)
         size = spaces.observation_size(env.observation_space)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the checker's opinions; what matters is checked at every step
@@ -149,7 +164,9 @@ def probe(config: EnvConfig) -> spaces.Interface:
         raise
     except Exception as error:
         raise EnvError(
-            f"environment {config.id!r} fails on its first steps: {type(error).__name__}: {error}"
+            f"environment {config.id!r} fails {'while it is made' if env is None else 'on its first steps'}: "
+            f"{type(error).__name__}: {error}"
         ) from error
     finally:
-        env.close()
+        if env is not None:
+            close(env)

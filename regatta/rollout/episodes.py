@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 import numpy as np
@@ -30,8 +31,10 @@ def play(task: Play, config: envs.EnvConfig, policy: Policy, act: Act, watch: Wa
                 score, length, over = 0.0, 0, False
                 while not over:
                     write(row[0], obs)
+                    if not np.isfinite(row).all():
+                        raise spaces.BadObservation(f"non-finite observation at step {length} of episode {k}")
                     mask = (
-                        spaces.read_mask(spaces.mask_of(obs, info), policy.action.outputs)[None]
+                        spaces.read_mask(spaces.mask_of(obs, info), policy.action.sizes)[None]
                         if (policy.action.masked)
                         else None
                     )
@@ -39,9 +42,11 @@ def play(task: Play, config: envs.EnvConfig, policy: Policy, act: Act, watch: Wa
                     watch.since = time.monotonic()
                     obs, reward, end, cut, info = stepper.env.step(to_env(act(row, noise, mask))[0])
                     score += float(reward)
+                    if not math.isfinite(score):
+                        raise spaces.BadObservation(f"non-finite reward at step {length} of episode {k}")
                     length += 1
                     over = bool(end or cut or length >= limit)
                 found.append(Episode(0, length - 1, score, length))
         finally:
-            stepper.env.close()
+            envs.close(stepper.env)
     return found

@@ -93,7 +93,7 @@ class Lane:
     def _take(self, i: int, rows: Array, obs: Any, info: dict[str, Any]) -> None:
         self._write(rows[i], obs)
         if self._mask is not None:
-            self._mask[i] = spaces.read_mask(spaces.mask_of(obs, info), self._mask.shape[1])
+            self._mask[i] = spaces.read_mask(spaces.mask_of(obs, info), self._policy.action.sizes)
 
     # -- collecting ---------------------------------------------------------------------------------------
 
@@ -129,7 +129,7 @@ class Lane:
         finals: list[tuple[int, int, Array]] = []
         environments, scores, lengths = self._envs, self._scores, self._lengths
         write, watch, limit, clock = self._write, self._watch, self._limit, time.monotonic
-        mask = self._mask
+        mask, sizes = self._mask, self._policy.action.sizes
         with watch:
             for t in range(task.steps):
                 if masks is not None:
@@ -153,10 +153,10 @@ class Lane:
                                 finals.append((t, i, rows[i].copy()))
                             self._reset(i, rows)
                         elif mask is not None:
-                            mask[i] = spaces.read_mask(spaces.mask_of(seen, info), mask.shape[1])
+                            mask[i] = spaces.read_mask(spaces.mask_of(seen, info), sizes)
                     except Exception:
                         faults.append(self._replace(task, t, i, traceback.format_exc(), len(faults)))
-        self._condemn_non_finite(task, faults, episodes, finals)
+            self._condemn_non_finite(task, faults, episodes, finals)
         self._obs[:] = obs[-1]
         self.stands_at = (task.origin, task.attempt, task.iteration + 1)
         arrays = {name: array for name, array in chunk.items() if name != "obs"}
@@ -182,10 +182,8 @@ class Lane:
         chunk["truncated"][t, i] = True
         chunk["terminated"][t, i] = False
         chunk["rewards"][t, i] = 0.0
-        try:
-            self._envs[i].close()
-        except Exception:
-            pass  # it is broken: that it cannot even close is no news
+        self._watch.since = time.monotonic()
+        envs.close(self._envs[i])
         self._envs[i] = self._make().env
         number = seeds(self._seed, "reset", self.number, task.iteration, task.attempt, t, i, before, count=1)[0]
         self._reset(i, chunk["obs"][t + 1], number)
@@ -216,16 +214,14 @@ class Lane:
             chunk["truncated"][t:, i] = True
             chunk["terminated"][t:, i] = False
             chunk["rewards"][t:, i] = 0.0
-            np.nan_to_num(obs[:, i], copy=False, nan=0.0, posinf=0.0, neginf=0.0)
+            for array in (obs, chunk["actions"]):  # a policy answers NaN with NaN
+                np.nan_to_num(array[:, i], copy=False, nan=0.0, posinf=0.0, neginf=0.0)
             fault = self._replace(task, len(rewards) - 1, i, text, len(faults))
             faults.append(fault)
 
     def close(self) -> None:
         for env in self._envs:
-            try:
-                env.close()
-            except Exception:
-                pass  # an environment that cannot close must not keep the others open
+            envs.close(env)
 
 
 def misfit(arrays: Arrays, task: Collect, policy: Policy, lane_envs: int) -> str | None:

@@ -79,10 +79,12 @@ def _write_numbers(shape: tuple[int, ...], kinds: str) -> Write:
 
 def _write_choice(n: int, start: int) -> Write:
     def write(row: Array, obs: Any) -> None:
-        if not isinstance(obs, int | np.integer) or not 0 <= obs - start < n:
+        if isinstance(obs, np.ndarray) and obs.shape == ():
+            obs = obs[()]
+        if not isinstance(obs, int | np.integer) or not 0 <= int(obs) - start < n:
             raise BadObservation(f"observation {obs!r} is not one of the {n} choices from {start} on")
         row[:] = 0
-        row[obs - start] = 1
+        row[int(obs) - start] = 1
 
     return write
 
@@ -162,13 +164,17 @@ def mask_of(obs: Any, info: dict[str, Any]) -> Any:
     return obs.get(MASK_KEY) if isinstance(obs, dict) else None
 
 
-def read_mask(mask: Any, outputs: int) -> Array:
+def read_mask(mask: Any, sizes: tuple[int, ...]) -> Array:
+    """The mask as one row; `sizes` are the choices per dimension, and each dimension needs a legal one."""
     if mask is None:
         raise BadObservation(f"the environment gave an action mask before, and none now (info[{MASK_KEY!r}])")
     flat = np.concatenate([np.asarray(m).reshape(-1) for m in mask]) if isinstance(mask, tuple) else np.asarray(mask)
     flat = flat.reshape(-1).astype(bool)
-    if flat.shape != (outputs,):
-        raise BadObservation(f"action mask has {flat.size} entries, the action space has {outputs} choices")
-    if not flat.any():
-        raise BadObservation("action mask allows no action at all")
+    if flat.size != sum(sizes):
+        raise BadObservation(f"action mask has {flat.size} entries, the action space has {sum(sizes)} choices")
+    at = 0
+    for size in sizes:
+        if not flat[at : at + size].any():
+            raise BadObservation("action mask allows no action at all")
+        at += size
     return flat

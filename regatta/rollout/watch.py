@@ -23,12 +23,14 @@ class Watch:
 
     At the limit the main thread gets a signal, whose handler raises StepTimeout inside the environment's own
     code: that ends Python loops, sleeps and waits. Code that never returns to the interpreter cannot be
-    interrupted; after twice the limit `give_up` is called with the stack, and the process ends.
+    interrupted, nor can code that swallows the exception and goes on; after twice the limit `give_up` is
+    called with the stack, and the process ends.
     """
 
     def __init__(self, timeout_s: float, give_up: Callable[[str], None]) -> None:
         self.timeout_s = timeout_s
         self.since = 0.0
+        self._interrupted_at = -1.0
         self._inside = False
         self._give_up = give_up
         self._main = threading.current_thread()
@@ -57,7 +59,7 @@ class Watch:
     def _interrupt(self, *_: object) -> None:
         # Checked again here: the step may have ended between the thread's look and the signal.
         if self._inside and time.monotonic() - self.since > self.timeout_s:
-            self.since = time.monotonic()
+            self.since = self._interrupted_at = time.monotonic()
             raise StepTimeout(f"no answer for {self.timeout_s:g} s (env.step_timeout_s)")
 
     def _watch(self) -> None:
@@ -66,7 +68,8 @@ class Watch:
             stuck_s = time.monotonic() - self.since
             if not self._inside or stuck_s <= self.timeout_s:
                 continue
-            if stuck_s > 2 * self.timeout_s or not self._can_interrupt:
+            swallowed = self.since == self._interrupted_at
+            if stuck_s > 2 * self.timeout_s or swallowed or not self._can_interrupt:
                 self._give_up(self._stack())
                 os._exit(EXIT_HUNG)
             signal.pthread_kill(self._main.ident or 0, signal.SIGALRM)

@@ -40,6 +40,6 @@ class Agent:
         legal = None
         if self.policy.action.masked:
             given = spaces.mask_of(obs, {} if mask is None else {spaces.MASK_KEY: mask})
-            legal = spaces.read_mask(given, self.policy.action.outputs)[None]
+            legal = spaces.read_mask(given, self.policy.action.sizes)[None]
         noise = None if deterministic else self.policy.distribution.noise(self._rng, 1)
         return self._to_env(self._play(row, noise, legal))[0]

@@ -41,6 +41,7 @@ HEARTBEAT_S = 0.5
 SILENCE_S = 6.0
 MAX_FRAME_BYTES = 256 * 2**20
 _MAX_AT_ONCE = 4096  # messages taken in one go, so a flood cannot keep receive() from returning
+_AWAY_S = 1.0  # who has not come to look for so long was stopped, or kept from running
 _FAILED_HANDSHAKES = 3  # one may be a learner that died in the middle of it
 
 
@@ -183,8 +184,8 @@ class ZmqLearner:
             self._watch()
         drained = self._take_in() if self._socket in ready else True
         now = time.monotonic()
-        if now - self._ticked > 2 * self._heartbeat_s:
-            # It is us who were away: stopped, or kept from running. Their heartbeats may still be on the way.
+        if now - self._ticked > _AWAY_S:
+            # It is us who were away; their heartbeats may still be on the way.
             for peer in self._by_worker.values():
                 peer.heard = now
         self._ticked = now
@@ -410,14 +411,14 @@ class ZmqWorker:
         if self._monitor in ready:
             self._watch()
         now = time.monotonic()
-        if now - self._ticked > 2 * self._heartbeat_s:
+        if now - self._ticked > _AWAY_S:
             self._heard = now  # it is us who were away; the learner's heartbeats may still be on the way
         self._ticked = now
         if self.worker and now >= self._beat_at:
             self._beat_at = now + self._heartbeat_s
             self._post(Kind.BEAT)
             if now - self._heard > self._silence_s:
-                self._end(ConnectionLost, f"the learner at {self._url} is silent for {now - self._heard:.1f} s")
+                self._end(ConnectionLost, f"no sign of the learner at {self._url} for {self._silence_s:g} s")
 
     def _take_in(self) -> None:
         for _ in range(_MAX_AT_ONCE):
@@ -431,15 +432,16 @@ class ZmqWorker:
         if len(head) != HEAD.size:
             return
         kind, worker = HEAD.unpack(head)
+        ours = worker == self.worker
         self._heard = time.monotonic()
         match kind, body:
             case (Kind.WELCOME, [spec]) if not self.worker:
                 self.worker, self.spec = worker, spec
-            case (Kind.DATA, [payload]) if worker == self.worker:
+            case (Kind.DATA, [payload]) if ours:
                 self._inbox.append(payload)
-            case (Kind.SNAPSHOT, [version, payload]) if worker == self.worker:
+            case (Kind.SNAPSHOT, [version, payload]) if ours and len(version) == VERSION.size:
                 self._snapshots.put(VERSION.unpack(version)[0], payload)
-            case (Kind.REJOIN, [reason]) if worker == self.worker:
+            case (Kind.REJOIN, [reason]) if ours:
                 self._end(ConnectionLost, f"dismissed by the learner ({wire.text(reason)}); connect again")
             case (Kind.GOODBYE, [reason]):
                 self._end(Goodbye, wire.text(reason))
@@ -463,19 +465,16 @@ class ZmqWorker:
                 self._refused(event, value)
 
     def _refused(self, event: int, value: int) -> None:
-        if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == wire.MECHANISM_MISMATCH:
-            if self._has_token:
-                remedy = "it runs without a token, but this worker was given one; start it with --token-file"
-            else:
-                remedy = "it wants the run's token; give this worker the learner's --token-file"
-            self._end(Refused, f"the learner at {self._url} refused us: {remedy}")
-        elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH or self._failed_handshakes >= _FAILED_HANDSHAKES:
-            what = (
-                "not with this token; use the learner's own --token-file"
-                if self._has_token
-                else "it is no Regatta learner, or of another version; check the address"
-            )
-            self._end(Refused, f"{self._url} does not talk to us: {what}")
+        mismatch = value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
+        if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and mismatch and self._has_token:
+            why = "it runs without a token, but this worker was given one; start the learner with --token-file"
+        elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and self._failed_handshakes < _FAILED_HANDSHAKES:
+            return  # it hung up; ZeroMQ tries again
+        elif self._has_token:
+            why = "not with this token; use the learner's --token-file, or none if it runs without a token"
+        else:
+            why = "it wants the run's token; give this worker the learner's --token-file"
+        self._end(Refused, f"the learner at {self._url} refused us: {why}")
 
     def _post(self, kind: bytes, *body: bytes) -> bool:
         try:

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+import worlds
+
+from regatta.policies.networks import NetworkConfig
+from regatta.policies.policy import Policy, PolicySpec
+from regatta.rollout.envs import EnvConfig, probe
+from regatta.rollout.lane import Act, Lane
+from regatta.rollout.watch import Watch
+from regatta.types import Array, Arrays, Collect, Episode, Fault
+
+Chunk = tuple[Arrays, list[Episode], list[Fault]]
+
+
+class Rig:
+    """A lane with a small policy of its own."""
+
+    def __init__(self, config: EnvConfig, policy: Policy, watch: Watch, number: int, seed: int) -> None:
+        self.policy = policy
+        self.act: Act = policy.player(policy.init(np.random.default_rng(0)))
+        self.lane = Lane(number, config, policy, seed, watch)
+
+    def collect(self, iteration: int = 0, steps: int = 16, *, origin: int = 0, attempt: int = 0) -> Chunk:
+        """A chunk that is ours to keep."""
+        return self.carry_out(Collect(self.lane.number, iteration, 0, steps, origin, attempt))
+
+    def carry_out(self, task: Collect, replay: Array | None = None) -> Chunk:
+        self.lane.place(task, replay)
+        arrays, episodes, faults = self.lane.collect(task, self.act)
+        return {name: array.copy() for name, array in arrays.items()}, episodes, faults
+
+
+@pytest.fixture
+def timeout_s() -> float:
+    return 60.0
+
+
+@pytest.fixture
+def watch(timeout_s: float) -> Iterator[Watch]:
+    watch = Watch(timeout_s, lambda text: print(text, file=sys.stderr))
+    yield watch
+    watch.close()
+
+
+@pytest.fixture
+def rig(watch: Watch) -> Iterator[Callable[..., Rig]]:
+    rigs: list[Rig] = []
+
+    def build(config: EnvConfig, like: EnvConfig | None = None, *, number: int = 0, seed: int = 7) -> Rig:
+        """`like` is probed instead of an environment that would not survive it."""
+        found = probe(like or config)
+        policy = Policy(PolicySpec(found.obs_size, found.action, NetworkConfig(sizes=(8,)), False))
+        worlds.Troubled.made = worlds.SecondReset.made = worlds.BadMask.made = 0
+        rigs.append(Rig(config, policy, watch, number, seed))
+        return rigs[-1]
+
+    yield build
+    for built in rigs:
+        built.lane.close()
+
+
+@pytest.fixture
+def need() -> Callable[[str, str], None]:
+    return _need
+
+
+def _need(module: str, extra: str) -> None:
+    """Skip, or under CI fail, a test that cannot run here."""
+    if find_spec(module) is None:
+        report = pytest.fail if os.environ.get("CI") == "true" else pytest.skip
+        report(f"needs {module}: pip install 'regatta-rl[{extra}]'")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Box2D's SWIG types warn on import, and crash where that is an error
+        import_module(module)

@@ -1,0 +1,230 @@
+"""Making environments, and saying clearly why one cannot be made."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import msgspec
+import numpy as np
+import pytest
+from gymnasium import wrappers
+
+from regatta.errors import ConfigError, EnvError
+from regatta.policies.distributions import ActionSpec
+from regatta.rollout.envs import EnvConfig, bare, close, make, probe
+from regatta.rollout.spaces import Interface
+
+HOME_MADE = """
+import gymnasium
+
+LIMIT = 3
+
+def make(size=4, **kwargs):
+    return gymnasium.make("CartPole-v1", **kwargs)
+
+def make_nothing():
+    return 42
+
+def explode():
+    raise OSError("no such arena")
+
+def _hidden():
+    pass
+
+gymnasium.register("HomeMade-v0", entry_point=make)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with home-made environments, where the user stands."""
+    (tmp_path / "home_made.py").write_text(HOME_MADE)
+    (tmp_path / "needs_more.py").write_text("import a_library_nobody_has")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield tmp_path
+    for name in ("home_made", "needs_more"):
+        sys.modules.pop(name, None)
+    gymnasium.registry.pop("HomeMade-v0", None)
+
+
+@pytest.fixture
+def registered() -> Iterator[None]:
+    def missing(text: str) -> Any:
+        raise gymnasium.error.DependencyNotInstalled(text)
+
+    gymnasium.register("Missing-v0", entry_point=missing)
+    yield
+    gymnasium.registry.pop("Missing-v0")
+
+
+@pytest.mark.parametrize(
+    ("id", "words"),
+    [
+        ("CartPol-v1", r"unknown environment 'CartPol-v1': .*Did you mean: `CartPole`"),
+        ("CartPole-v9", r"unknown environment 'CartPole-v9': .*`v1`"),
+        ("Nowhere/CartPole-v1", r"unknown environment 'Nowhere/CartPole-v1'"),
+        ("", "env.id"),
+        ("what is this?", "env.id: cannot make 'what is this\\?'"),
+    ],
+)
+def test_unknown_ids(id: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make(EnvConfig(id=id))
+
+
+@pytest.mark.filterwarnings("ignore:.*out of date:DeprecationWarning")
+def test_environments_that_moved_elsewhere() -> None:
+    with pytest.raises(ConfigError, match="gymnasium-robotics"):
+        make(EnvConfig(id="Humanoid-v2"))
+
+
+def test_kwargs_that_do_not_fit(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"env\.kwargs: 'CartPole-v1' does not take {'speed': 3}.*'speed'"):
+        make(EnvConfig(id="CartPole-v1", kwargs={"speed": 3}))
+    with pytest.raises(ConfigError, match=r"env\.kwargs: 'home_made:make_nothing' does not take {'speed': 3}"):
+        make(EnvConfig(id="home_made:make_nothing", kwargs={"speed": 3}))
+
+
+@pytest.mark.parametrize(
+    ("text", "extra"),
+    [
+        ("MuJoCo is not installed, run `pip install gymnasium[mujoco]`", "regatta-rl[mujoco]"),
+        ("Box2D is not installed, run `pip install gymnasium[box2d]`", "regatta-rl[box2d]"),
+        ("Stockfish is not installed", "Stockfish is not installed"),
+    ],
+)
+def test_a_missing_part_says_how_to_get_it(registered: None, text: str, extra: str) -> None:
+    with pytest.raises(ConfigError, match="needs a part that is not installed") as refused:
+        make(EnvConfig(id="Missing-v0", kwargs={"text": text}))
+    assert extra in str(refused.value)
+
+
+def test_a_function_of_a_module_here(folder: Path) -> None:
+    env = make(EnvConfig(id="home_made:make", kwargs={"size": 9}))
+    assert env.unwrapped.spec is not None
+    assert env.unwrapped.spec.id == "CartPole-v1"
+    env.close()
+
+
+def test_an_id_that_a_module_here_registers(folder: Path) -> None:
+    make(EnvConfig(id="home_made:HomeMade-v0")).close()
+    with pytest.raises(ConfigError, match="unknown environment 'home_made:HomeMad-v0'"):
+        make(EnvConfig(id="home_made:HomeMad-v0"))
+
+
+@pytest.mark.parametrize(
+    ("id", "words"),
+    [
+        ("away_made:make", "no module 'away_made' in {folder}"),
+        ("home_made.sub:make", "no module 'home_made.sub'"),
+        ("home_made:mak", "'home_made' has no callable 'mak'; it has make, make_nothing, explode$"),
+        ("home_made:LIMIT", "no callable 'LIMIT'"),
+        ("home_made:make_nothing", "returned int, not a gymnasium.Env"),
+    ],
+)
+def test_functions_that_are_not_there(folder: Path, id: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words.format(folder=folder)):
+        make(EnvConfig(id=id))
+
+
+@pytest.mark.parametrize(
+    ("id", "words"),
+    [
+        ("needs_more:make", "while it is made: ModuleNotFoundError: .*a_library_nobody_has"),
+        ("home_made:explode", "while it is made: OSError: no such arena"),
+        (":make", "while it is made"),
+    ],
+)
+def test_what_fails_while_it_is_made(folder: Path, id: str, words: str) -> None:
+    with pytest.raises(EnvError, match=words):
+        probe(EnvConfig(id=id))
+
+
+def test_time_limits(folder: Path) -> None:
+    def limit(**knobs: Any) -> int | None:
+        env = make(EnvConfig(**knobs))
+        stepper = bare(env)
+        env.close()
+        return stepper.limit
+
+    assert limit(id="CartPole-v1") == 500
+    assert limit(id="CartPole-v1", max_episode_steps=7) == 7
+    assert limit(id="CartPole-v1", max_episode_steps=900) == 900
+    assert limit(id="home_made:make") == 500
+    assert limit(id="home_made:make", max_episode_steps=7) == 7
+    assert limit(id="worlds:Counting") is None
+    with pytest.raises(msgspec.ValidationError, match="max_episode_steps"):
+        msgspec.convert({"id": "CartPole-v1", "max_episode_steps": 0}, EnvConfig)
+
+
+def test_bare_peels_the_outer_wrappers_and_keeps_the_tightest_limit() -> None:
+    core = gymnasium.make("CartPole-v1").unwrapped
+    env = wrappers.TimeLimit(wrappers.OrderEnforcing(wrappers.TimeLimit(core, 9)), 20)
+    assert bare(env).env is core
+    assert bare(env).limit == 9
+    assert bare(wrappers.TimeLimit(env, 4)).limit == 4
+    assert bare(core).limit is None
+
+
+def test_bare_stops_at_wrappers_that_do_something() -> None:
+    core = gymnasium.make("CartPole-v1").unwrapped
+    scaled = wrappers.TransformReward(wrappers.TimeLimit(core, 9), lambda r: 2 * float(r))
+    assert bare(wrappers.TimeLimit(scaled, 20)).env is scaled
+    assert bare(wrappers.TimeLimit(scaled, 20)).limit == 20
+
+
+@pytest.mark.parametrize(
+    ("config", "interface"),
+    [
+        (EnvConfig(id="CartPole-v1"), Interface(4, ActionSpec("discrete", (2,)))),
+        (EnvConfig(id="Pendulum-v1"), Interface(3, ActionSpec("box", (1,)))),
+        (EnvConfig(id="worlds:Masked"), Interface(2, ActionSpec("discrete", (6,), True))),
+        (
+            EnvConfig(id="worlds:Masked", kwargs={"in_dict": True}),
+            Interface(2, ActionSpec("discrete", (6,), True)),
+        ),
+        (
+            EnvConfig(id="worlds:Masked", kwargs={"sizes": [2, 5]}),
+            Interface(2, ActionSpec("multidiscrete", (2, 5), True)),
+        ),
+        (
+            EnvConfig(id="worlds:Troubled", kwargs={"trouble": "close", "at": -1}),
+            Interface(2, ActionSpec("discrete", (2,))),
+        ),
+    ],
+)
+def test_probe(config: EnvConfig, interface: Interface) -> None:
+    assert probe(config) == interface
+
+
+@pytest.mark.parametrize(
+    ("trouble", "at", "words"),
+    [
+        ("raise", 0, "RuntimeError: the wheel came off"),
+        ("raise", 3, "RuntimeError: the wheel came off"),
+        ("long obs", 0, r"BadObservation: observation has shape \(3,\)"),
+        ("long obs", 3, r"BadObservation: observation has shape \(3,\)"),
+        ("object obs", 1, "BadObservation: observation has dtype object"),
+    ],
+)
+def test_probe_says_what_fails(trouble: str, at: int, words: str) -> None:
+    with pytest.raises(EnvError, match=f"fails on its first steps: {words}"):
+        probe(EnvConfig(id="worlds:Troubled", kwargs={"trouble": trouble, "at": at}))
+
+
+def test_probe_refuses_unsupported_spaces() -> None:
+    with pytest.raises(ConfigError, match="observation space Tuple"):
+        probe(EnvConfig(id="Blackjack-v1"))
+
+
+def test_close_never_fails() -> None:
+    class Stubborn(gymnasium.Env[np.ndarray[Any, Any], int]):
+        def close(self) -> None:
+            raise OSError("no")
+
+    close(Stubborn())
