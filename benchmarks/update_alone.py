@@ -21,6 +21,7 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 import regatta
+from regatta import config as configs
 from regatta.algorithms import ppo
 
 ITERATIONS = 12
@@ -28,9 +29,10 @@ KEPT = 8  # iterations whose data the loops go through
 
 
 class Recorder:
-    """Stands between PPO and its update while a training runs, and keeps what passes."""
+    """Stands between PPO and its compiled function, and while `on` keeps what passes."""
 
     def __init__(self) -> None:
+        self.on = True
         self.algorithm: Any = None
         self.compiled: Any = None
         self.updates: deque[tuple[Any, ...]] = deque(maxlen=KEPT)  # (iteration, results, behaviour)
@@ -41,31 +43,24 @@ class Recorder:
 
         def recorded_update(algorithm: Any, *arguments: Any) -> Any:
             self.algorithm = algorithm
-            self.updates.append(arguments)
+            if self.on:
+                self.updates.append(arguments)
             return update(algorithm, *arguments)
 
         def recorded_compile(*arguments: Any) -> Any:
             self.compiled = compile_update(*arguments)
-
-            def call(theta: Any, opt_state: Any, *data: Any) -> Any:
-                import jax
-
-                # Copies, because the compiled function overwrites these two.
-                state = jax.tree.map(np.array, (theta, opt_state))
-                self.calls.append((*state, *data))
-                return self.compiled(theta, opt_state, *data)
-
-            return call
+            return self._call
 
         ppo.PPO.update = recorded_update  # type: ignore[method-assign,assignment]
         ppo.compile_update = recorded_compile
 
-        def detach() -> None:
-            ppo.PPO.update = update  # type: ignore[method-assign]
-            ppo.compile_update = compile_update
-            self.algorithm._update = self.compiled
+    def _call(self, theta: Any, opt_state: Any, *data: Any) -> Any:
+        if self.on:
+            import jax
 
-        self.detach = detach
+            # Copies, because the compiled function overwrites these two.
+            self.calls.append((*jax.tree.map(np.array, (theta, opt_state)), *data))
+        return self.compiled(theta, opt_state, *data)
 
 
 def mean_seconds(call: Callable[[int], None], seconds: float) -> tuple[float, int]:
@@ -81,8 +76,6 @@ def mean_seconds(call: Callable[[int], None], seconds: float) -> tuple[float, in
 
 def main() -> None:
     seconds, preset, *overrides = float(sys.argv[1]), *sys.argv[2:]
-    from regatta import config as configs
-
     config = configs.resolve(preset, overrides=overrides)
     per_iteration = config.env.lanes * config.env.lane_envs * config.algorithm.rollout_steps
     recorder = Recorder()
@@ -90,7 +83,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as store:
         short = f"run.steps={ITERATIONS * per_iteration}"
         regatta.train(preset, [*overrides, short], store=store, workers=0)
-    recorder.detach()
+    recorder.on = False
 
     theta, opt_state = recorder.calls[-1][:2]
 

@@ -8,7 +8,6 @@ at once before anything starts.
 from __future__ import annotations
 
 import difflib
-import functools
 import math
 import re
 import tomllib
@@ -16,21 +15,20 @@ from collections.abc import Iterator, Sequence
 from importlib import resources
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, get_type_hints
 
 import msgspec
-from msgspec import inspect
 
 from regatta.algorithms.ppo import PPOConfig
 from regatta.crew import CrewConfig
 from regatta.errors import ConfigError, nearest
+from regatta.knobs import Given, converted, described, fields, is_utf8, show
 from regatta.learner import StopConfig
 from regatta.policies.networks import NetworkConfig
 from regatta.rollout.envs import EnvConfig
 from regatta.runs.run import RunConfig
 
 ALGORITHMS: dict[str, type[PPOConfig]] = {"ppo": PPOConfig}
-DEEPEST = 16  # levels of nesting in a knob's value
 SECTIONS = ("env", "network", "algorithm", "run", "stop", "crew")
 
 
@@ -56,14 +54,6 @@ class Knob(msgspec.Struct, frozen=True):
     doc: str
     valid: str
     changed: bool
-
-
-class Given(NamedTuple):
-    """A value as someone wrote it. `text` is what was typed on the command line, unless it was quoted."""
-
-    value: Any
-    where: str = ""
-    text: str | None = None
 
 
 Layer = dict[str, dict[str, Given]]  # section -> knob -> what was given
@@ -246,15 +236,15 @@ def _build(preset: str, layer: Layer, faults: list[str], *, complete: bool = Tru
         struct = algorithm if section == "algorithm" else _struct(section)
         if struct is None:
             continue
-        fields, values = _fields(struct), {}
+        declared, values = fields(struct), {}
         for name, given in layer.get(section, {}).items():
             if (section, name) == ("algorithm", "name"):
                 continue
             path = f"{section}.{name}"
             try:
-                if name not in fields:
+                if name not in declared:
                     raise ConfigError(_unknown(path, given.where, struct))
-                values[name] = _converted(path, fields[name], given, strict)
+                values[name] = converted(path, declared[name], given, strict)
             except ConfigError as error:
                 faults.append(str(error))
                 wrong.add(path)
@@ -337,7 +327,7 @@ def _unknown(path: str, where: str = "", struct: type[msgspec.Struct] | None = N
         close = difflib.get_close_matches(section, SECTIONS, n=1)
         guesses = [f"{word}.{name}".rstrip(".") for word in close]
     else:
-        known = [*(["name"] if section == "algorithm" else []), *_fields(struct)]
+        known = [*(["name"] if section == "algorithm" else []), *fields(struct)]
         valid = f"valid in {section}: {', '.join(known)}"
         guesses = [f"{section}.{word}" for word in difflib.get_close_matches(name, known, n=1)]
     # The right name in the wrong section, or in none: `lr=3e-4`.
@@ -346,184 +336,17 @@ def _unknown(path: str, where: str = "", struct: type[msgspec.Struct] | None = N
     return f"unknown key {path!r}{where};{close_text} {valid}"
 
 
-def _names(section: str) -> list[str]:
-    structs = ALGORITHMS.values() if section == "algorithm" else [_struct(section)]
-    return [name for struct in structs for name in _fields(struct)]
-
-
-# ---- one knob
-
-
-class Field(NamedTuple):
-    annotation: Any
-    info: inspect.Type
-    doc: str
-    default: Any
-
-
 def _struct(section: str) -> type[msgspec.Struct]:
     struct: type[msgspec.Struct] = get_type_hints(Config)[section]
     return struct
 
 
-@functools.cache
-def _fields(struct: type[msgspec.Struct]) -> dict[str, Field]:
-    info = inspect.type_info(struct)
-    assert isinstance(info, inspect.StructType)
-    annotations = get_type_hints(struct, include_extras=True)
-    fields = {}
-    for field in info.fields:
-        default = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
-        assert default is not msgspec.NODEFAULT, f"{struct.__name__}.{field.name} needs a default"
-        fields[field.name] = Field(annotations[field.name], field.type, _doc(field.type), default)
-    return fields
-
-
-def _converted(path: str, field: Field, given: Given, strict: bool) -> Any:
-    value = given.value if strict else _coerced(field.info, given.value, given.text)
-    default = f" (default {show(field.default)})"
-    for inner, item, reason in _unsound(value):
-        expected = f"{_expected(field.info)}: {reason}" if not inner else reason
-        raise ConfigError(f"{path}{inner} = {show(item)}{given.where}: expected {expected}{default}")
-    try:
-        return msgspec.convert(value, field.annotation, strict=True)
-    except msgspec.ValidationError as error:
-        choices = [str(choice) for choice in _choices(field.info)]
-        close = nearest(value, choices) if isinstance(value, str) else ""
-        expected = f"{_expected(field.info)}{close and ';' + close}"
-        raise ConfigError(f"{path} = {show(value)}{given.where}: expected {expected}{default}") from error
-
-
-def _coerced(info: inspect.Type, value: Any, text: str | None = None) -> Any:
-    """`value` as the knob's type where nothing is lost by it: 1e6 for an integer, "none" for none."""
-    match info:
-        case inspect.Metadata():
-            return _coerced(info.type, value, text)
-        case inspect.UnionType():
-            if info.includes_none and value in (None, "none"):
-                return None
-            members = [member for member in info.types if not isinstance(member, inspect.NoneType)]
-            return _coerced(members[0], value, text) if len(members) == 1 else value
-        case inspect.StrType():
-            return value if text is None else text
-        case inspect.IntType() | inspect.LiteralType():
-            return int(value) if isinstance(value, float) and value.is_integer() else value
-        case inspect.VarTupleType() | inspect.ListType() if isinstance(value, list):
-            return [_coerced(info.item_type, item) for item in value]
-    return value
-
-
-def _unsound(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, Any, str]]:
-    """What no knob may hold because it would not survive the way through JSON."""
-    if isinstance(value, dict | list) and depth == DEEPEST:
-        yield path, value, f"at most {DEEPEST} levels of nesting"
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from _unsound(key, f"{path} key")
-            yield from _unsound(item, f"{path}.{key}", depth + 1)
-    elif isinstance(value, list):
-        for index, item in enumerate(value):
-            yield from _unsound(item, f"{path}[{index}]", depth + 1)
-    elif isinstance(value, float) and not math.isfinite(value):
-        yield path, value, "a finite number"
-    elif isinstance(value, int) and not -(2**63) <= value < 2**63:
-        yield path, value, "an integer of at most 64 bits"
-    elif isinstance(value, str) and not _is_utf8(value):
-        yield path, value, "UTF-8 text"
-    elif not isinstance(value, dict | list | float | int | str | None):
-        yield path, value, "a number, text, true, false, a list or a table; quote dates and times"
-
-
-def _is_utf8(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _doc(info: inspect.Type) -> str:
-    match info:
-        case inspect.Metadata():
-            return str((info.extra_json_schema or {}).get("description", "")) or _doc(info.type)
-        case inspect.UnionType():
-            return next(filter(None, map(_doc, info.types)), "")
-    return ""
-
-
-def _choices(info: inspect.Type) -> list[Any]:
-    match info:
-        case inspect.Metadata():
-            return _choices(info.type)
-        case inspect.UnionType():
-            return [choice for member in info.types for choice in _choices(member)]
-        case inspect.LiteralType():
-            return list(info.values)
-    return []
-
-
-def _expected(info: inspect.Type) -> str:
-    kind, valid = _described(info)
-    if kind == "choice":
-        return valid
-    return f"{kind}, {valid}" if valid else kind
-
-
-def _described(info: inspect.Type) -> tuple[str, str]:
-    """The knob's type and its valid range, in words."""
-    match info:
-        case inspect.Metadata():
-            return _described(info.type)
-        case inspect.UnionType():
-            # None is said last: "number or none".
-            members = sorted(info.types, key=lambda member: isinstance(member, inspect.NoneType))
-            said = [_described(member) for member in members]
-            return " or ".join(kind for kind, _ in said), ", ".join(valid for _, valid in said if valid)
-        case inspect.IntType() | inspect.FloatType():
-            kind = "integer" if isinstance(info, inspect.IntType) else "number"
-            bounds = ((">", info.gt), (">=", info.ge), ("<", info.lt), ("<=", info.le))
-            return kind, " and ".join(f"{sign} {show(bound)}" for sign, bound in bounds if bound is not None)
-        case inspect.LiteralType():
-            return "choice", f"one of {', '.join(map(show, info.values))}"
-        case inspect.BoolType():
-            return "true or false", ""
-        case inspect.StrType():
-            return "text", ""
-        case inspect.VarTupleType() | inspect.ListType():
-            kind, each = _described(info.item_type)
-            ranges = [f"each {each}"] if each else []
-            ranges += [f"at least {info.min_length}"] if info.min_length else []
-            ranges += [f"at most {info.max_length}"] if info.max_length else []
-            return f"list of {kind}", ", ".join(ranges)
-        case inspect.DictType():
-            return "table", ""
-        case inspect.NoneType():
-            return "none", ""
-    return "any value", ""
+def _names(section: str) -> list[str]:
+    structs = ALGORITHMS.values() if section == "algorithm" else [_struct(section)]
+    return [name for struct in structs for name in fields(struct)]
 
 
 # ---- showing and shipping
-
-
-def show(value: Any, depth: int = DEEPEST) -> str:
-    """The value as one would write it in TOML or in an override."""
-    match value:
-        case None:
-            return "none"
-        case bool():
-            return "true" if value else "false"
-        case int() if value.bit_length() > 256:  # Python refuses to print very long integers
-            return f"an integer of {value.bit_length()} bits"
-        case str():
-            return msgspec.json.encode(value.encode("utf-8", "backslashreplace").decode()).decode()
-        case list() | tuple() | dict() if not depth:
-            return "..."
-        case list() | tuple():
-            return f"[{', '.join(show(item, depth - 1) for item in value)}]"
-        case dict():
-            inner = ", ".join(f"{key} = {show(item, depth - 1)}" for key, item in value.items())
-            return f"{{{inner}}}"
-    return str(value)
 
 
 def knobs(config: Config) -> list[Knob]:
@@ -535,8 +358,8 @@ def knobs(config: Config) -> list[Knob]:
             name = next(name for name, kind in ALGORITHMS.items() if isinstance(struct, kind))
             valid = f"one of {', '.join(map(show, ALGORITHMS))}"
             listed.append(Knob("algorithm.name", "choice", name, name, "how it learns", valid, False))
-        for name, field in _fields(type(struct)).items():
-            value, (kind, valid) = getattr(struct, name), _described(field.info)
+        for name, field in fields(type(struct)).items():
+            value, (kind, valid) = getattr(struct, name), described(field.info)
             changed = value != field.default
             listed.append(Knob(f"{section}.{name}", kind, value, field.default, field.doc, valid, changed))
     return listed
@@ -556,7 +379,7 @@ def from_json(payload: bytes) -> Config:
     try:
         document = msgspec.json.decode(payload, type=dict[str, Any])
         preset = document.pop("preset", None)
-        if not isinstance(preset, str) or not _is_utf8(preset):
+        if not isinstance(preset, str) or not is_utf8(preset):
             faults.append(f"preset = {show(preset)}: expected text")
         return _build(str(preset), _layer(document, "", faults), faults, strict=True)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

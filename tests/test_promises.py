@@ -92,7 +92,7 @@ def test_killed_twice_at_random_moments_and_resumed(
     whole = regatta.train("cartpole-ppo", overrides, seed=5, workers=0, store=str(store), name="whole")
     command = start("train", "cartpole-ppo", *overrides, *slow, "--seed", 5, "--store", store, "--name", "cut", "-w", 2)
     for _ in range(2):
-        wait_until(lambda: (store / "cut").exists() and len(command.workers) == 2, 30, command.err)
+        wait_until(lambda c=command: (store / "cut").exists() and len(c.workers) == 2, 30, command.err)
         after_s = moments.uniform(0, 2.5)
         time.sleep(after_s)
         steps = regatta.load_run("cut", store=str(store)).status().steps

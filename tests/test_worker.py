@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import time
@@ -21,7 +22,7 @@ from regatta.policies.policy import Policy, PolicySpec
 from regatta.rollout.envs import EnvConfig, probe
 from regatta.rollout.lane import misfit
 from regatta.rollout.watch import EXIT_HUNG
-from regatta.transport.base import Goodbye, Message, listen
+from regatta.transport.base import Message, listen
 from regatta.transport.inline import InlineLearner
 from regatta.types import Arrays, Collect, Failure, FromWorker, Order, Play, Result, SnapshotHeader
 from regatta.worker import Worker, WorkerSpec
@@ -128,7 +129,7 @@ def test_a_lane_moves_to_another_worker(bench: Callable[..., Bench]) -> None:
 
 def test_play(bench: Callable[..., Bench]) -> None:
     built = bench()
-    held, _ = built.order(collect())
+    built.order(collect())
     first, arrays = built.order(Play(0, 3, seed=5))
     again, _ = built.order(Play(0, 3, seed=5))
     assert isinstance(first, Result)
@@ -139,7 +140,6 @@ def test_play(bench: Callable[..., Bench]) -> None:
     fresh = bench()
     fresh.order(collect())
     assert (built.order(collect(1))[1]["obs"] == fresh.order(collect(1))[1]["obs"]).all(), "lanes do not notice"
-    assert isinstance(held, Result)
 
 
 def test_an_unknown_lane_without_a_replay_is_a_failure(bench: Callable[..., Bench]) -> None:
@@ -175,10 +175,10 @@ def test_an_environment_that_always_fails(bench: Callable[..., Bench], trouble: 
 
 
 def test_a_hanging_environment_is_a_failure_not_the_end(bench: Callable[..., Bench]) -> None:
-    config = EnvConfig(id="test_worker:Broken", kwargs={"trouble": "sleep"}, lane_envs=1, step_timeout_s=0.2)
+    config = EnvConfig(id="test_worker:Broken", kwargs={"trouble": "sleep"}, lane_envs=1, step_timeout_s=0.4)
     failure, _ = bench(config).order(collect())
     assert isinstance(failure, Failure)
-    assert "StepTimeout: no answer for 0.2 s" in failure.text
+    assert "StepTimeout: no answer for 0.4 s" in failure.text
     assert "time.sleep(30)" in failure.text
 
 
@@ -256,18 +256,17 @@ def test_serve_ends_with_the_session() -> None:
     learner.dismiss(end.worker, "late")
     with pytest.raises(ConnectionLost, match="late"):
         worker.serve()
-    assert issubclass(Goodbye, Exception)
 
 
-@pytest.mark.skipif(not hasattr(__import__("signal"), "pthread_sigmask"), reason="Windows has no signal masks")
+@pytest.mark.skipif(not hasattr(signal, "pthread_sigmask"), reason="Windows has no signal masks")
 @pytest.mark.parametrize(
-    ("trouble", "line"), [("block", "time.sleep(60)"), ("swallow", "time.sleep(60)"), ("swallow", "_swallow")]
+    ("trouble", "place"), [("block", "in _block\n    time.sleep(60)"), ("swallow", "in _swallow\n")]
 )
-def test_what_cannot_be_interrupted_ends_the_process(trouble: str, line: str) -> None:
+def test_what_cannot_be_interrupted_ends_the_process(trouble: str, place: str) -> None:
     like = EnvConfig(id="CartPole-v1", lane_envs=1)
     policy = Policy(PolicySpec(2, _policy(like).action, NetworkConfig(sizes=(8,)), False))
     kwargs = {"trouble": trouble, "at": 3}
-    config = EnvConfig(id="worlds:Troubled", kwargs=kwargs, lane_envs=1, step_timeout_s=0.4)
+    config = EnvConfig(id="worlds:Troubled", kwargs=kwargs, lane_envs=1, step_timeout_s=0.8)
     end = listen("ipc:", _spec(config, policy))
     end.publish(0, encode(SnapshotHeader(0), policy.init(np.random.default_rng(0))))
     process = subprocess.Popen(
@@ -284,8 +283,8 @@ def test_what_cannot_be_interrupted_ends_the_process(trouble: str, line: str) ->
                     end.send(event.worker, encode(Order(11, collect())), 0)
         assert isinstance(failure, Failure)
         assert failure.order == 11
-        assert line in failure.text
-        assert failure.text.endswith("StepTimeout: no answer for 0.4 s (env.step_timeout_s)")
+        assert place in failure.text
+        assert failure.text.endswith("StepTimeout: no answer for 0.8 s (env.step_timeout_s)")
         assert process.wait(10) == EXIT_HUNG
     finally:
         process.kill()

@@ -103,7 +103,6 @@ def compile_update(policy: Policy, config: PPOConfig, layout: Layout) -> Callabl
     """One call for a whole iteration: advantages, then every epoch and minibatch in a scan."""
     import jax
     import jax.numpy as jnp
-    import optax
 
     optimise = optimizer(config)
 

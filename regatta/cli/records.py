@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import msgspec
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from regatta import config as configs
 from regatta.cli.display import figure, sparkline
 from regatta.errors import UsageError
+from regatta.knobs import show as show_value
 from regatta.runs.run import find_run, list_runs
 from regatta.store.base import default_location, open_store
 
@@ -36,22 +38,13 @@ def presets(name: str | None) -> None:
         console.print(table)
         return
     config = configs.resolve(name, overrides=["env.id=..."] if name in configs.ALGORITHMS else [])
-    table = _table("knob", "value", "default", "valid", "meaning")
     for knob in configs.knobs(config):
-        style = "bold" if knob.changed else ""
-        table.add_row(
-            *(Text(str(text), style=style) for text in (knob.path, _shown(knob.value))),
-            *(Text(str(text)) for text in (_shown(knob.default), knob.valid, knob.doc)),
-        )
-    console.print(table)
-
-
-def _shown(value: Any) -> str:
-    if value is None:
-        return "none"
-    if isinstance(value, bool):
-        return str(value).lower()
-    return str(list(value) if isinstance(value, tuple) else value)
+        line = Text(f"{knob.path} = {show_value(knob.value)}", style="bold" if knob.changed else "")
+        if knob.changed:
+            line.append(f"   default {show_value(knob.default)}", style="not bold dim")
+        console.print(line, soft_wrap=True)
+        valid = f" ({knob.valid})" if knob.valid else ""
+        console.print(Padding(Text(f"{knob.doc}{valid}", style="dim"), (0, 0, 0, 4)))
 
 
 def runs(store: str | None, as_json: bool) -> None:

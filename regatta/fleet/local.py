@@ -6,6 +6,7 @@ folder and ends. So neither processes nor sockets outlive a run.
 
 from __future__ import annotations
 
+import atexit
 import os
 import shutil
 import signal
@@ -25,6 +26,7 @@ LEASH_ENV = "REGATTA_LEASH"  # set for workers on a leash; its value is the fold
 TAIL_LINES = 200
 _MAX_LINE_BYTES = 4096
 _LEASH_LET_GO = 143  # as if by SIGTERM
+_LAST_LOOK_S = 0.2
 
 
 class _Process:
@@ -131,7 +133,10 @@ def watch_leash(cleanup: Sequence[str] = ()) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
         os._exit(_LEASH_LET_GO)
 
-    threading.Thread(target=watch, name="regatta-leash", daemon=True).start()
+    thread = threading.Thread(target=watch, name="regatta-leash", daemon=True)
+    thread.start()
+    # A broken connection may end us a moment before the leash does; the folder must still go.
+    atexit.register(thread.join, _LAST_LOOK_S)
 
 
 def _is_ours(folder: str) -> bool:

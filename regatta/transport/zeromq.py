@@ -128,7 +128,7 @@ class ZmqLearner:
         wire.check_size(payload, self._max_frame_bytes)
         with self._lock:
             peer = self._by_worker.get(worker)
-            if peer is None:
+            if peer is None or worker in self._unreachable:
                 return
             if version is not None and version not in peer.has:
                 snapshot = self._published.get(version)
@@ -288,11 +288,12 @@ class ZmqLearner:
     def _admit(self) -> None:
         """Answer ZeroMQ's question (RFC 27, ZAP): does this client hold the token's key?"""
         assert self._zap is not None
-        request = self._zap.recv_multipart()
-        version, number = (*request, b"", b"")[:2]
-        good = len(request) == 7 and request[5] == b"CURVE" and request[6] == self._client_key
-        status = (b"200", b"OK") if good else (b"400", b"not this run's token")
-        self._zap.send_multipart([version, number, *status, b"", b""])
+        while self._zap.poll(0):
+            request = self._zap.recv_multipart()
+            version, number = (*request, b"", b"")[:2]
+            good = len(request) == 7 and request[5] == b"CURVE" and request[6] == self._client_key
+            status = (b"200", b"OK") if good else (b"400", b"not this run's token")
+            self._zap.send_multipart([version, number, *status, b"", b""])
 
 
 class ZmqWorker:

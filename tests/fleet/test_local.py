@@ -50,7 +50,11 @@ def wait_until(holds: Callable[[], object], timeout_s: float = 10.0) -> None:
 
 def exits(fleet: LocalFleet, count: int = 1) -> list[Exited]:
     found: list[Exited] = []
-    wait_until(lambda: found.extend(fleet.poll()) or len(found) >= count)
+    deadline = time.monotonic() + 10.0
+    while len(found) < count:
+        assert time.monotonic() < deadline
+        found += fleet.poll()
+        time.sleep(0.02)
     return found
 
 
@@ -227,9 +231,7 @@ def test_an_orphan_removes_only_our_own_temporary_folders(where: str) -> None:
             precious.symlink_to(Path(outer, "target"))
         else:
             precious.mkdir()
-        code = (
-            "import sys, time; from regatta.fleet.local import watch_leash; watch_leash(sys.argv[1:]); time.sleep(60)"
-        )
+        code = "import sys, time; from regatta.fleet.local import watch_leash as w; w(sys.argv[1:]); time.sleep(60)"
         env = {**os.environ, "TMPDIR": outer}
         done = subprocess.run([*PYTHON, code, str(precious)], stdin=subprocess.DEVNULL, env=env, timeout=10)
         assert done.returncode == 143

@@ -7,36 +7,14 @@ from collections.abc import Callable, Iterator
 from importlib import import_module
 from importlib.util import find_spec
 
-import numpy as np
 import pytest
 import worlds
+from rigs import Rig
 
 from regatta.policies.networks import NetworkConfig
 from regatta.policies.policy import Policy, PolicySpec
 from regatta.rollout.envs import EnvConfig, probe
-from regatta.rollout.lane import Act, Lane
 from regatta.rollout.watch import Watch
-from regatta.types import Array, Arrays, Collect, Episode, Fault
-
-Chunk = tuple[Arrays, list[Episode], list[Fault]]
-
-
-class Rig:
-    """A lane with a small policy of its own."""
-
-    def __init__(self, config: EnvConfig, policy: Policy, watch: Watch, number: int, seed: int) -> None:
-        self.policy = policy
-        self.act: Act = policy.player(policy.init(np.random.default_rng(0)))
-        self.lane = Lane(number, config, policy, seed, watch)
-
-    def collect(self, iteration: int = 0, steps: int = 16, *, origin: int = 0, attempt: int = 0) -> Chunk:
-        """A chunk that is ours to keep."""
-        return self.carry_out(Collect(self.lane.number, iteration, 0, steps, origin, attempt))
-
-    def carry_out(self, task: Collect, replay: Array | None = None) -> Chunk:
-        self.lane.place(task, replay)
-        arrays, episodes, faults = self.lane.collect(task, self.act)
-        return {name: array.copy() for name, array in arrays.items()}, episodes, faults
 
 
 @pytest.fixture

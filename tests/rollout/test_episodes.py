@@ -72,7 +72,7 @@ def test_what_fails_is_raised_and_closing_is_forgiven(watch: Watch) -> None:
     assert len(played(watch, config, SANE)) == 4
 
 
-@pytest.mark.parametrize("timeout_s", [0.3])
+@pytest.mark.parametrize("timeout_s", [0.5])
 @pytest.mark.parametrize("at", [0, 3])
 def test_hanging_is_interrupted(watch: Watch, at: int) -> None:
     with pytest.raises(StepTimeout):

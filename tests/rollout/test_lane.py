@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Chunk, Rig
+from rigs import Chunk, Rig
 
 from regatta.errors import EnvError
 from regatta.rollout.envs import EnvConfig

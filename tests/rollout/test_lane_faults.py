@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Chunk, Rig
+from rigs import Chunk, Rig
 from test_lane import counting, same
 
 from regatta.errors import EnvError
@@ -19,7 +19,7 @@ from regatta.rollout.watch import StepTimeout
 
 Build = Callable[..., Rig]
 
-hasty = pytest.mark.parametrize("timeout_s", [0.3])
+hasty = pytest.mark.parametrize("timeout_s", [0.5])
 SANE = counting()
 
 
@@ -191,11 +191,11 @@ def test_bad_masks_are_faults(rig: Build, bad: list[int] | None, words: str) -> 
 def test_a_hanging_step_is_interrupted(rig: Build) -> None:
     started = time.monotonic()
     chunk = rig(troubled("sleep", 5), SANE).collect(steps=12)
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 10
     arrays, _, [fault] = chunk
     check_clean(chunk)
     assert np.argwhere(~arrays["valid"]).tolist() == [[4, 1]]
-    assert "StepTimeout: no answer for 0.3 s (env.step_timeout_s)" in fault.text
+    assert "StepTimeout: no answer for 0.5 s (env.step_timeout_s)" in fault.text
     assert "time.sleep(30)" in fault.text
 
 

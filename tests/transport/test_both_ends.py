@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from regatta.errors import ConnectionLost, TransportError
+from regatta.transport import wire
 from regatta.transport.base import (
     KEPT_SNAPSHOTS,
     Event,
@@ -68,7 +69,8 @@ class Rig:
 
 
 @pytest.fixture(params=PLACES)
-def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
+def rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
+    monkeypatch.setattr(wire, "TICK_S", 0.01)  # a learner in our own thread can only welcome workers at its ticks
     rig = Rig(*PLACES[request.param])
     yield rig
     rig.close()

@@ -227,6 +227,17 @@ def test_a_worker_that_takes_nothing_has_left_and_nobody_waited() -> None:
         assert "did not take" in left.reason
 
 
+def test_closing_does_not_wait_for_a_stopped_worker() -> None:
+    learner = ZmqLearner(TCP, b"spec")
+    with echo_process(learner) as process:
+        [joined] = collect(learner, 1)
+        os.kill(process.pid, signal.SIGSTOP)
+        learner.send(joined.worker, bytes(50_000_000))
+        started = time.monotonic()
+        learner.close()
+        assert time.monotonic() - started < 1.0
+
+
 def test_a_second_hello_ends_the_first_session() -> None:
     with learner_at(TCP) as learner, stranger(learner.address) as sock:
         sock.send_multipart(hello())
