@@ -254,6 +254,9 @@ def _inline(spec: bytes) -> Iterator[InlineLearner]:
 
     def serve_once(worker_end: WorkerEnd) -> None:
         if worker_end.worker not in serving:
+            for dismissed in serving.values():
+                dismissed.close()
+            serving.clear()
             serving[worker_end.worker] = Worker(worker_end)
         serving[worker_end.worker].serve_once(0.0)
 

@@ -201,9 +201,15 @@ class Dispatch:
     # -- lanes --------------------------------------------------------------------------------------------
 
     def remember(self, iteration: int, results: list[tuple[Result, Arrays]]) -> None:
-        """An iteration is whole: its actions are now part of where the lanes stand."""
-        for log, (_, arrays) in zip(self._logs, results, strict=True):
-            log.actions[iteration] = arrays["actions"].copy()  # a view would keep its whole frame alive
+        """An iteration is whole: its actions are now part of where the lanes stand.
+
+        A lane in which an environment was replaced cannot be replayed, so it begins new episodes, in every run alike.
+        """
+        for lane, (result, arrays) in enumerate(results):
+            if result.faults:
+                self._logs[lane] = LaneLog(origin=iteration + 1)
+            else:
+                self._logs[lane].actions[iteration] = arrays["actions"].copy()  # a view would keep its frame alive
 
     def begin_epoch(self, iteration: int) -> None:
         """All lanes are seeded anew at `iteration`; nothing before it is needed any more."""

@@ -157,11 +157,13 @@ class Learner:
             self.iteration += 1
             self._publish(self._algorithm.snapshot(self.iteration))
             self._note(results, metrics)
-            if self._finished() or self.stop_requested:
+            if self._finished():
                 return
-            if self.iteration % self.checkpoint_period == 0:
+            if self.iteration % self.checkpoint_period == 0:  # also when about to stop: a resumed run goes on alike
                 self._begin_epoch()
                 self._checkpoint("boundary")
+            if self.stop_requested:
+                return
             orders = ahead or self._order(self.iteration)
 
     @property

@@ -15,6 +15,7 @@ from regatta import config as configs
 from regatta.cli.display import figure, sparkline
 from regatta.errors import UsageError
 from regatta.knobs import show as show_value
+from regatta.runs.layout import age_s, utc_now
 from regatta.runs.run import find_run, list_runs
 from regatta.store.base import default_location, open_store
 
@@ -23,7 +24,9 @@ def _table(*columns: str) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     for column in columns:
         name = column.lstrip(">")
-        table.add_column(name, justify="right" if column.startswith(">") else "left", overflow="fold")
+        table.add_column(
+            name, justify="right" if column.startswith(">") else "left", overflow="fold", no_wrap=name == "run"
+        )
     return table
 
 
@@ -56,7 +59,7 @@ def runs(store: str | None, as_json: bool) -> None:
     if not found:
         console.print(f"no runs in {store or default_location()} yet; begin with: regatta train cartpole-ppo")
         return
-    table = _table("run", "status", ">steps", ">return", ">steps/s", ">seconds", "created")
+    table = _table("run", "status", ">steps", ">return", ">steps/s", ">seconds", ">begun")
     for run in found:
         table.add_row(
             run.id,
@@ -65,9 +68,17 @@ def runs(store: str | None, as_json: bool) -> None:
             figure(run.return_mean),
             figure(run.steps_per_s, 0),
             figure(run.wall_s),
-            run.created[:19].replace("T", " "),
+            _ago(run.created),
         )
     console.print(table)
+
+
+def _ago(stamp: str) -> str:
+    passed_s = age_s(stamp, utc_now())
+    for unit, length_s in (("d", 86_400), ("h", 3_600), ("min", 60)):
+        if passed_s >= length_s:
+            return f"{passed_s // length_s:.0f} {unit} ago" if passed_s != float("inf") else "–"
+    return "just now"
 
 
 def show(ref: str, store: str | None, as_json: bool) -> None:

@@ -35,7 +35,7 @@ def activate(xp: Any, kind: str, x: Any) -> Any:
         return xp.maximum(x, 0)
     if kind == "elu":
         return xp.where(x > 0, x, xp.expm1(xp.minimum(x, 0)))
-    return x / (1 + xp.exp(-x))  # silu
+    return 0.5 * x * (1 + xp.tanh(0.5 * x))  # silu: x * sigmoid(x), without an exp that overflows
 
 
 def mlp(xp: Any, arrays: Any, names: list[str], activation: str, x: Any, *, last: bool = False) -> Any:

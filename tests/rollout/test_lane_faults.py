@@ -216,3 +216,9 @@ def test_environments_that_cannot_close(rig: Build) -> None:
     built = rig(troubled("close", -1, None), SANE)
     check_clean(built.collect())
     built.lane.close()
+
+
+@hasty
+def test_a_replacement_that_hangs_is_interrupted_too(rig: Build) -> None:
+    with pytest.raises(StepTimeout):
+        rig(EnvConfig(id="worlds:WorseReplacement", lane_envs=3), SANE).collect()

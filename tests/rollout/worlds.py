@@ -184,3 +184,11 @@ class BadMask(Counting):
         obs, reward, ended, cut, _ = super().step(action)
         mask = self.bad if self.mine and self.count == 2 else [1, 0]
         return obs, reward, ended, cut, {} if mask is None else {"action_mask": mask}
+
+
+class WorseReplacement(Troubled):
+    """Three say NaN; the one that replaces the first hangs."""
+
+    def __init__(self) -> None:
+        first = Troubled.made < 3
+        super().__init__("nan obs" if first else "sleep", 2 if first else 0)
