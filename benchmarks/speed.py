@@ -112,7 +112,7 @@ class Bench:
                 )
 
     def say(self, text: str) -> None:
-        self.progress.print(escape(text), highlight=False)
+        self.progress.print(escape(text), highlight=False, soft_wrap=True)
 
     # -- one measurement each -----------------------------------------------------------------------------
 
@@ -403,16 +403,35 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--task", nargs="+", choices=CHOICES, default=["all"], metavar="TASK", help=f"{', '.join(CHOICES)} (default)")
     add("--rounds", type=positive, default=3, help="each contender is measured this many times (default 3)")
     add("--steps", type=positive, help="environment steps of one measurement (default: the task's, 100 k to 200 k)")
-    add("--peers", nargs="*", choices=list(LIBRARIES), default=list(LIBRARIES), metavar="PEER",
-        help=f"who to measure beside Regatta: {', '.join(LIBRARIES)} (default: all that are installed); none: Regatta alone")
-    add("--peers-python", action="append", metavar="FILE",
-        help="interpreter with peers installed; may be repeated (default: this one)")
+    add(
+        "--peers",
+        nargs="*",
+        choices=list(LIBRARIES),
+        default=list(LIBRARIES),
+        metavar="PEER",
+        help=f"who to measure beside Regatta: {', '.join(LIBRARIES)} (default: all installed); none: Regatta alone",
+    )
+    add(
+        "--peers-python",
+        action="append",
+        metavar="FILE",
+        help="interpreter with peers installed; may be repeated (default: this one)",
+    )
     add("--workers", default="auto", help="Regatta's --workers (default auto)")
     add("--cores", type=positive, help="use only this many cores, for all alike (default: all)")
-    add("--set", action="append", default=[], metavar="KEY=VALUE",
-        help="override of Regatta's config in cartpole, halfcheetah and update; the peers follow. May be repeated")
-    add("--vec-env", choices=("dummy", "subproc"), default="dummy",
-        help="how Stable-Baselines3 and SBX step environments: in their process (default, as rl-zoo), or one each")
+    add(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override of Regatta's config in cartpole, halfcheetah and update; the peers follow. May be repeated",
+    )
+    add(
+        "--vec-env",
+        choices=("dummy", "subproc"),
+        default="dummy",
+        help="how Stable-Baselines3 and SBX step environments: in their process (default, as rl-zoo), or one each",
+    )
     add("--env-runners", type=int, default=0, help="RLlib's processes for environments (default 0: in its own)")
     add("--seconds", type=float, default=5.0, help="how long the update is called alone (default 5)")
     add("--json", type=Path, metavar="FILE", help="write all raw figures there")
@@ -464,7 +483,7 @@ def main() -> int:
         progress.print("interrupted; nothing is left behind")
         return 130
     except (ChildFailed, regatta.RegattaError) as error:
-        progress.print(f"error: {escape(str(error))}", highlight=False)
+        progress.print(f"error: {escape(str(error))}", highlight=False, soft_wrap=True)
         return 1
     return 0
 

@@ -52,7 +52,7 @@ class Recorder:
             return self._call
 
         ppo.PPO.update = recorded_update  # type: ignore[method-assign,assignment]
-        ppo.compile_update = recorded_compile
+        ppo.compile_update = recorded_compile  # type: ignore[assignment]
 
     def _call(self, theta: Any, opt_state: Any, *data: Any) -> Any:
         if self.on:

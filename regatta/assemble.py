@@ -140,13 +140,16 @@ def evaluate(
     checkpoint: Literal["last", "best"] | int = "last",
     seed: int = 1_000_000,
     deterministic: bool = True,
+    display: Display | None = None,
 ) -> dict[str, float]:
     """Play whole episodes with a run's policy and its own statistics, in environments seeded for this alone."""
     if episodes < 1:
         raise UsageError(f"--episodes {episodes}: at least one is needed")
     run = find_run(open_store(store or default_location()), ref)
     config = configs.from_json(msgspec.json.encode(run.config))
-    found, _ = run.checkpoint(checkpoint)
+    found, notes = run.checkpoint(checkpoint)
+    for note in notes:
+        (display or Silent()).say(note)
     policy, arrays = policy_of(found)
     with threadpool_limits(1), _inline(_spec(config, policy)) as end:
         end.publish(found.iteration, encode(SnapshotHeader(found.iteration), arrays))

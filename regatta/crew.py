@@ -95,7 +95,9 @@ class Crew:
             self.dropped += 1
             return False
         pace_s = (now - holder.since) / max(found.work, 1e-9)
-        self._pace_s = pace_s if self._pace_s is None else 0.8 * self._pace_s + 0.2 * pace_s
+        if self._pace_s is not None:  # one that was stopped for an hour says little about the next
+            pace_s = 0.8 * self._pace_s + 0.2 * min(pace_s, TIMEOUT_FACTOR * self._pace_s)
+        self._pace_s = pace_s
         if found.lane is not None and found.lane not in holder.lanes:
             self._hold(found.lane, worker)  # lanes were released meanwhile
         del holder.orders[order]
@@ -135,13 +137,6 @@ class Crew:
                 found.orders[number] = None
                 if order.lane is not None:
                     self._hold(order.lane, worker)
-
-    def abandon(self) -> None:
-        """Nobody waits for the outstanding orders any more; their results will be dropped."""
-        for order, found in list(self._orders.items()):
-            if found.worker in self._workers:
-                self._workers[found.worker].orders.pop(order, None)
-            del self._orders[order]
 
     def release_lanes(self) -> None:
         """Every lane starts anew: whoever is free may take any."""

@@ -98,11 +98,6 @@ class Dispatch:
     def take(self, orders: list[int]) -> list[tuple[Result, Arrays]]:
         return [self._results.pop(order) for order in orders]
 
-    def abandon(self) -> None:
-        """Nobody waits for what is still out."""
-        self._crew.abandon()
-        self._tasks.clear()
-
     def pump(self, timeout_s: float) -> None:
         """Wait for something to happen, take it in, and give out what is waiting."""
         deadline = self._crew.next_deadline()

@@ -121,7 +121,7 @@ class Recorder:
     """A display that keeps what it was shown, and lets a test act in the learner's own thread."""
 
     def __init__(self, act: Callable[[Any, float], None] = lambda progress, now: None) -> None:
-        self._act = act
+        self.act = act
         self.run: Any = None
         self.said: list[tuple[float, str]] = []
         self.steps: list[tuple[float, int]] = []  # when, and how many steps had been trained on
@@ -134,7 +134,7 @@ class Recorder:
         now = time.monotonic()
         self.steps.append((now, progress.steps))
         self.by_worker.append((now, {view.name: view.steps for view in progress.workers}))
-        self._act(progress, now)
+        self.act(progress, now)
 
     def say(self, text: str) -> None:
         self.said.append((time.monotonic(), text))

@@ -210,9 +210,7 @@ HUGE = {
     "negative": described(("x", "int8", (-1, -8)), data=bytes(8)),
     "nine dimensions": described(("x", "int8", (1,) * 9), data=bytes(8)),
     "an array table of 2**32": frame(msgspec.msgpack.encode(SnapshotHeader(1)), b"\xdd" + b"\xff" * 4),
-    "a shape of 2**32": frame(
-        msgspec.msgpack.encode(SnapshotHeader(1)), b"\x91\x93\xa1x\xa4bool\xdd" + b"\xff" * 4
-    ),
+    "a shape of 2**32": frame(msgspec.msgpack.encode(SnapshotHeader(1)), b"\x91\x93\xa1x\xa4bool\xdd" + b"\xff" * 4),
     "a header of 2**32 keys": frame(b"\xdf" + b"\xff" * 4, b"\x90"),
     "a header of 2**32 bytes": MAGIC + b"\xff" * 8,
     "deep nesting": frame(b"\x82\xa4type\xa8snapshot\xa1q" + b"\x91" * 100_000, b"\x90"),

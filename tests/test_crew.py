@@ -176,12 +176,6 @@ class AnyCrew(RuleBasedStateMachine):
         self.crew.release_lanes()
         assert all(self.crew.lanes_of(worker) == [] for worker in self.workers)
 
-    @rule()
-    def abandon(self) -> None:
-        self.crew.abandon()
-        for order in list(self.lane):
-            self.forget(order)
-
     # -- what always holds --------------------------------------------------------------------------------
 
     @invariant()
@@ -435,22 +429,6 @@ def test_a_worker_with_a_queue_is_late_only_if_it_stops_answering() -> None:
         assert crew.expire(now) == []
         assert crew.result(one.worker, one.order, now)
     assert crew.next_deadline() is None
-
-
-def test_abandoned_orders_are_dropped_and_lanes_can_start_anew() -> None:
-    crew = crew_of(2)
-    submit(crew, 0, 4)
-    given = crew.assign(0.0)
-    crew.abandon()
-    crew.release_lanes()
-    assert crew.outstanding == []
-    assert crew.next_deadline() is None
-    assert not any(crew.result(one.worker, one.order, 1.0) for one in given)
-    assert crew.dropped == 4
-    submit(crew, 4, 4)
-    again = crew.assign(1.0)
-    assert all(one.fresh for one in again)
-    finish(crew, again, 2.0)
 
 
 def test_a_leaver_gives_back_its_orders_at_once() -> None:

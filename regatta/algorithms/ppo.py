@@ -210,7 +210,7 @@ class PPO:
 
     def update(self, iteration: int, results: list[tuple[Result, Arrays]], behaviour: Snapshot) -> Metrics:
         data = self._data(results, behaviour)
-        remaining = max(0.0, 1.0 - (iteration + 1) / self.total_iterations)
+        remaining = max(0.0, 1.0 - iteration / self.total_iterations)
         lr = self.config.lr * (remaining if self.config.lr_schedule == "linear" else 1.0)
         clip = self.config.clip * (remaining if self.config.clip_schedule == "linear" else 1.0)
         self._theta, self._opt_state, report = self._update(
@@ -221,7 +221,7 @@ class PPO:
             data,
             self._order(iteration),
             np.float32(lr),
-            np.float32(max(clip, 1e-6)),
+            np.float32(clip),
         )
         *values, finite = np.asarray(report).tolist()
         if not finite:
@@ -267,15 +267,15 @@ class PPO:
 
     def _blame(self, data: dict[str, Any], behaviour: Snapshot) -> str:
         """Name the tensor, lane and environment behind a non-finite update."""
+        for name, array in behaviour.arrays.items():
+            if not np.isfinite(array).all():
+                return f"parameter {name} is not finite"
         envs = data["rewards"].shape[1] // self.lanes
         for name in ("obs", "rewards", "actions", "final_values"):
             bad = ~np.isfinite(data[name])
             if bad.any():
                 column = int(np.argwhere(bad)[0][1])
                 return f"{name} of lane {column // envs}, environment {column % envs} is not finite"
-        for name, array in behaviour.arrays.items():
-            if not np.isfinite(array).all():
-                return f"parameter {name} is not finite"
         size = np.abs(self._values(behaviour, data["obs"])).max(0)
         column = int(size.argmax())
         return (

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from regatta import config as configs
-from regatta.cli.display import figure, sparkline
+from regatta.cli.display import LineDisplay, figure, sparkline
 from regatta.errors import UsageError
 from regatta.knobs import show as show_value
 from regatta.runs.layout import age_s, utc_now
@@ -133,7 +133,13 @@ def evaluate(
         raise UsageError(f"--checkpoint {checkpoint}: valid are last, best, or an iteration number")
     which = int(checkpoint) if checkpoint.isdigit() else cast(Literal["last", "best"], checkpoint)
     figures = assemble.evaluate(
-        ref, episodes=episodes, store=store, checkpoint=which, seed=seed, deterministic=not sample
+        ref,
+        episodes=episodes,
+        store=store,
+        checkpoint=which,
+        seed=seed,
+        deterministic=not sample,
+        display=LineDisplay(Console(stderr=True)),
     )
     if as_json:
         print(json.dumps(figures))

@@ -190,12 +190,12 @@ def plain_update(ppo: PPO, results: Results, behaviour: Snapshot, iteration: int
     """The same iteration written down again, with loops: GAE per column, one Adam step per minibatch."""
     config, layout = ppo.config, ppo.layout
 
-    def network(params: Any, obs: Any) -> tuple[Any, Any]:
+    def network(xp: Any, params: Any, obs: Any) -> tuple[Any, Any]:
         heads = []
         for trunk in ("pi", "vf"):
-            hidden = jnp.tanh(obs @ params[f"{trunk}/0/w"] + params[f"{trunk}/0/b"])
+            hidden = xp.tanh(obs @ params[f"{trunk}/0/w"] + params[f"{trunk}/0/b"])
             heads.append(hidden @ params[f"{trunk}/out/w"] + params[f"{trunk}/out/b"])
-        return jax.nn.log_softmax(heads[0]), heads[1][..., 0]
+        return heads[0] - xp.log(xp.exp(heads[0]).sum(-1, keepdims=True)), heads[1][..., 0]
 
     logps, obs, actions, values, advantages, valid = ([[None] * (LANES * ENVS) for _ in range(STEPS)] for _ in range(6))
     for number, (_, arrays) in enumerate(results):
@@ -203,14 +203,14 @@ def plain_update(ppo: PPO, results: Results, behaviour: Snapshot, iteration: int
         for env in range(ENVS):
             m, after = number * ENVS + env, 0.0
             for t in reversed(range(STEPS)):
-                logp, value = network(behaviour.arrays, arrays["obs"][t, env])
+                logp, value = network(np, behaviour.arrays, arrays["obs"][t, env])
                 if arrays["terminated"][t, env]:
                     following = 0.0
                 elif arrays["truncated"][t, env]:
-                    following = network(behaviour.arrays, finals[t, env])[1] if (t, env) in finals else 0.0
+                    following = network(np, behaviour.arrays, finals[t, env])[1] if (t, env) in finals else 0.0
                 else:
                     succ = arrays["obs"][t + 1, env] if t + 1 < STEPS else arrays["last_obs"][env]
-                    following = network(behaviour.arrays, succ)[1]
+                    following = network(np, behaviour.arrays, succ)[1]
                 delta = float(arrays["rewards"][t, env] + config.gamma * following - value)
                 done = arrays["terminated"][t, env] or arrays["truncated"][t, env]
                 after = delta + (0.0 if done else config.gamma * config.gae_lambda * after)
@@ -223,25 +223,23 @@ def plain_update(ppo: PPO, results: Results, behaviour: Snapshot, iteration: int
     def flat(rows: Any) -> np.ndarray:
         return np.array([entry for row in rows for entry in row])
 
-    flat_logp, flat_obs, flat_actions = flat(logps), flat(obs), flat(actions)
-    flat_adv, flat_valid = flat(advantages), flat(valid)
-    flat_returns = flat_adv + flat(values)
-
-    def objective(vector: Any, chosen: np.ndarray) -> Any:
-        logp, value = network(layout.split(vector), flat_obs[chosen])
-        ratio = jnp.exp(logp[np.arange(len(chosen)), flat_actions[chosen]] - flat_logp[chosen])
-        adv = flat_adv[chosen]
+    def objective(vector: Any, obs: Any, actions: Any, logp: Any, adv: Any, returns: Any) -> Any:
+        now, value = network(jnp, layout.split(vector), obs)
+        ratio = jnp.exp(jnp.take_along_axis(now, actions[:, None], -1)[:, 0] - logp)
         adv = (adv - adv.mean()) / (adv.std() + 1e-8)
         surrogate = jnp.minimum(ratio * adv, jnp.clip(ratio, 1 - config.clip, 1 + config.clip) * adv)
-        entropy = -(jnp.exp(logp) * logp).sum(-1).mean()
-        error = ((value - flat_returns[chosen]) ** 2).mean()
+        entropy = -(jnp.exp(now) * now).sum(-1).mean()
+        error = ((value - returns) ** 2).mean()
         return -surrogate.mean() + config.value_coef * error - config.entropy_coef * entropy
 
+    keep = flat(valid)
+    samples = (flat(obs), flat(actions), flat(logps), flat(advantages), flat(advantages) + flat(values))
     theta = layout.flatten(np, ppo.snapshot(0).arrays).astype(np.float64)
     m1, m2 = np.zeros_like(theta), np.zeros_like(theta)
-    gradient = jax.grad(objective)
+    gradient = jax.jit(jax.grad(objective))
     for step, chosen in enumerate(ppo._order(iteration), start=1):
-        g = np.asarray(gradient(jnp.asarray(theta, jnp.float32), chosen[flat_valid[chosen]]), np.float64)
+        rows = chosen[keep[chosen]]
+        g = np.asarray(gradient(theta.astype(np.float32), *(array[rows] for array in samples)), np.float64)
         g *= min(1.0, config.max_grad_norm / np.linalg.norm(g))
         m1, m2 = 0.9 * m1 + 0.1 * g, 0.999 * m2 + 0.001 * g**2
         theta = theta - config.lr * (m1 / (1 - 0.9**step)) / (np.sqrt(m2 / (1 - 0.999**step)) + 1e-5)
@@ -338,14 +336,12 @@ def test_other_actions_and_a_shared_trunk(action: ActionSpec) -> None:
 
 
 def test_target_kl_ends_the_epochs_early() -> None:
-    knobs = {"epochs": 6, "lr": 0.05}
-    free, strict = make_ppo(**knobs), make_ppo(target_kl=1e-4, **knobs)
-    results, behaviour = make_results(), free.snapshot(0)
-    assert free.update(0, results, behaviour)["gradient_steps"] == 12
-    stopped = strict.update(0, results, behaviour)
-    assert 1 <= stopped["gradient_steps"] < 12
-    start = free.layout.flatten(np, behaviour.arrays)
-    assert np.linalg.norm(strict.state()["theta"] - start) < np.linalg.norm(free.state()["theta"] - start)
+    ppo = make_ppo(target_kl=1e-4, epochs=6, lr=0.05)
+    start = ppo.state()["theta"]
+    steps = ppo.update(0, make_results(), ppo.snapshot(0))["gradient_steps"]
+    assert 1 <= steps < 12
+    # Adam moves each parameter by at most about lr per step, and the step that went too far is taken back.
+    assert 0 < np.abs(ppo.state()["theta"] - start).max() <= 0.05 * (steps - 1) * 1.5
 
 
 def test_a_generous_target_kl_changes_nothing(fresh: PPO) -> None:
@@ -356,16 +352,12 @@ def test_a_generous_target_kl_changes_nothing(fresh: PPO) -> None:
     np.testing.assert_allclose(patient.state()["theta"], fresh.state()["theta"], atol=1e-6)
 
 
-def test_linear_schedules_fall_to_zero() -> None:
+def test_linear_schedules_fall_evenly_and_waste_no_update() -> None:
     ppo = make_ppo(lr_schedule="linear", clip_schedule="linear", lr=0.08, clip=0.4)
     behaviour = ppo.snapshot(0)
-    metrics = [ppo.update(i, make_results(i), behaviour) for i in range(3)]
-    assert [m["lr"] for m in metrics] == pytest.approx([0.06, 0.04, 0.02])
-    assert [m["clip"] for m in metrics] == pytest.approx([0.3, 0.2, 0.1])
-    before = ppo.state()["theta"]
-    last = ppo.update(3, make_results(3), behaviour)
-    assert (last["lr"], last["clip"]) == (0.0, 0.0)
-    np.testing.assert_array_equal(ppo.state()["theta"], before)
+    metrics = [ppo.update(i, make_results(i), behaviour) for i in range(4)]
+    assert [m["lr"] for m in metrics] == pytest.approx([0.08, 0.06, 0.04, 0.02])
+    assert [m["clip"] for m in metrics] == pytest.approx([0.4, 0.3, 0.2, 0.1])
 
 
 def test_constant_schedules_stay(fresh: PPO) -> None:
@@ -393,9 +385,7 @@ def test_tasks_cover_every_lane(fresh: PPO) -> None:
 
 @pytest.mark.parametrize("what", ["rewards", "obs"])
 @pytest.mark.parametrize("number", [np.nan, np.inf])
-def test_non_finite_data_is_named_and_changes_nothing(
-    fresh: PPO, beginning: Arrays, what: str, number: float
-) -> None:
+def test_non_finite_data_is_named_and_changes_nothing(fresh: PPO, beginning: Arrays, what: str, number: float) -> None:
     behaviour = fresh.snapshot(0)
     bad = make_results()
     bad[1][1][what][2, 1] = number

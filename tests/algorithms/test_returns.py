@@ -74,9 +74,7 @@ def test_final_values_count_at_truncations_only() -> None:
 def test_an_invalid_step_contributes_nothing_and_ends_the_sum() -> None:
     # step 1 failed: its advantage is 0 and step 0 sees only its own delta, 1 + 0.5 * 2 - 1 = 1
     for truncated in (column(NO, NO, NO), column(NO, YES, NO)):
-        got = advantages_of(
-            column(1, 1e6, 3), column(1, 2, 4), 8.0, truncated=truncated, valid=column(YES, NO, YES)
-        )
+        got = advantages_of(column(1, 1e6, 3), column(1, 2, 4), 8.0, truncated=truncated, valid=column(YES, NO, YES))
         assert got == [1.0, 0.0, 3.0]
 
 

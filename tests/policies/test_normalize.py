@@ -65,9 +65,7 @@ def plain_reward_scale(chunks: list[tuple[np.ndarray, np.ndarray]], gamma: float
 
 def test_reward_scale_against_a_plain_loop() -> None:
     rng = np.random.default_rng(0)
-    chunks = [
-        ((rng.normal(size=(7, 3)) * 5 + 1).astype(np.float32), rng.random((7, 3)) < 0.2) for _ in range(4)
-    ]
+    chunks = [((rng.normal(size=(7, 3)) * 5 + 1).astype(np.float32), rng.random((7, 3)) < 0.2) for _ in range(4)]
     chunks[2][0][0, 0] = 500.0  # beyond the clip
     scale = RewardScale(0.9, 3)
     for (rewards, done), expected in zip(chunks, plain_reward_scale(chunks, 0.9), strict=True):
