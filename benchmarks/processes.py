@@ -20,13 +20,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
-# One thread per library and no accelerator, for every process alike. PyTorch with two threads on two cores is
-# ten times slower than with one, so this favours the peers; so does the same for SBX's JAX.
+# For every process alike: one thread per BLAS and OpenMP library (PyTorch with two threads on two cores is ten
+# times slower than with one), and no accelerator. XLA's own threads are left as each program sets them: Regatta
+# turns them off for itself, and SBX tends to be slower when they are turned off for it.
 CONDITIONS = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
-    "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false",
     "JAX_PLATFORMS": "cpu",
     "CUDA_VISIBLE_DEVICES": "",
 }

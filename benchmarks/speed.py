@@ -305,7 +305,7 @@ class Bench:
         ]
         conditions = (
             f"{self.machine['cpu']}, {self.machine['cores_used']} used; {self.machine['platform']}. "
-            f"{self.options.rounds} rounds, alternating; medians. One thread per library. "
+            f"Medians of {self.options.rounds} alternating round(s). One BLAS and OpenMP thread each. "
             f"Regatta with --workers {self.options.workers}."
         )
         return "\n\n".join([conditions, *made])

@@ -41,9 +41,9 @@ class Photographer(PanelDisplay):
 
 def draw_terminal() -> None:
     # A console of its own for each: what the training says while it runs is not part of the picture.
-    display = Photographer(Console(file=StringIO(), width=110))
+    display = Photographer(Console(file=StringIO(), width=116))
     run = regatta.train(PRESET, display=display)
-    paper = Console(file=StringIO(), record=True, width=110, force_terminal=True)
+    paper = Console(file=StringIO(), record=True, width=116, force_terminal=True)
     paper.print(f"[dim]$[/] regatta train {PRESET}", highlight=False)
     paper.print(display.panel)
     display.console = paper

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -293,17 +294,18 @@ def _play(end: LearnerEnd, task: Play) -> list[Episode]:
 
 def _carry_through(learner: Learner, record: RunWriter) -> None:
     """Train to the end; whatever that end is, the record says so."""
-    try:
-        with _interruptible(learner):
+    with _interruptible(learner):
+        try:
             outcome = learner.train()
-    except RegattaError as error:
-        record.close("failed", str(error))
-        raise
-    except BaseException as error:
-        record.close("failed", f"{type(error).__name__}: {error}")
-        raise
-    record.status(weights_sha256=learner.weights_sha256, **learner.summary())
-    if not record.close("done" if outcome == "done" else "interrupted"):
+        except RegattaError as error:
+            record.close("failed", str(error))
+            raise
+        except BaseException as error:
+            record.close("failed", f"{type(error).__name__}: {error}")
+            raise
+        record.status(weights_sha256=learner.weights_sha256, **learner.summary())
+        saved = record.close("done" if outcome == "done" else "interrupted")
+    if not saved:
         raise RegattaError(f"run {record.id} ended, but not everything could be saved: {record.saving().failing}")
     if outcome != "done":
         raise Interrupted(
@@ -318,17 +320,35 @@ def _interruptible(learner: Learner) -> Iterator[None]:
         yield
         return
 
+    numbers = (signal.SIGINT, signal.SIGTERM)
+
     def interrupt(*_: object) -> None:
-        if learner.stop_requested:
-            os._exit(Interrupted.exit_code)  # workers notice by themselves: their leash is cut
         learner.stop_requested = True
 
-    previous = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    def count() -> None:
+        # Python's own handlers wait until a compiled call returns, and then see two signals as one. The byte
+        # that the interpreter writes for each comes at once.
+        seen = 0
+        while data := reader.recv(64):
+            seen += sum(byte in numbers for byte in data)
+            if seen > 1:
+                os._exit(Interrupted.exit_code)  # workers notice by themselves: their leash is cut
+
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    counter = threading.Thread(target=count, name="regatta-signals", daemon=True)
+    counter.start()
+    wakeup = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    previous = {number: signal.signal(number, interrupt) for number in numbers}
     try:
         yield
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+        signal.set_wakeup_fd(wakeup)
+        writer.close()
+        counter.join()
+        reader.close()
 
 
 def _texts(overrides: Mapping[str, Any] | Sequence[str]) -> list[str]:

@@ -116,7 +116,7 @@ def test_interrupted_at_every_turn_and_resumed(staleness: int, store: Path, monk
     overrides = [*PENDULUM, f"algorithm.staleness={staleness}"]
     whole = regatta.train("ppo", overrides, seed=1, workers=0, store=str(store))
     stopped_at = []
-    for turn in range(6, 13):
+    for turn in (1, *range(6, 13)):
         shown = 0
 
         def interrupt(progress: Any, now: float, turn: int = turn) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -142,6 +143,48 @@ class FolderStore(ObjectStore):
     def __init__(self, path: str) -> None:
         self._path = Path(path).expanduser().absolute()
         super().__init__(str(self._path), None)
+
+    def put(self, key: str, data: bytes) -> None:
+        if not self._put_nameless(check_key(key), data, replace=True):
+            super().put(key, data)
+
+    def put_new(self, key: str, data: bytes) -> bool:
+        written = self._put_nameless(check_key(key), data, replace=False)
+        return super().put_new(key, data) if written is None else written
+
+    def _put_nameless(self, key: str, data: bytes, *, replace: bool) -> bool | None:
+        """Write to a file without a name, which a killed writer cannot leave behind, then give it one.
+
+        None where the system or the file system has no such files; False if the key exists and may not be replaced.
+        """
+        flag = getattr(os, "O_TMPFILE", None)
+        if flag is None:
+            return None
+        self._writable()
+        path = self._path / key
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                fd = os.open(path.parent, flag | os.O_WRONLY, 0o644)
+            except OSError:
+                return None
+            with open(fd, "wb") as file:
+                file.write(data)
+                file.flush()
+                # A link cannot replace a file; a rename can, so the name goes through a staged one for an instant.
+                name = path if not replace else path.with_name(f"{path.name}#{os.getpid()}{threading.get_ident()}")
+                descriptors = os.open("/proc/self/fd", os.O_RDONLY)
+                try:  # only with a folder's descriptor does Python follow the link to the file itself
+                    os.link(str(fd), name, src_dir_fd=descriptors, follow_symlinks=True)
+                finally:
+                    os.close(descriptors)
+            if replace:
+                os.rename(name, path)
+        except FileExistsError:
+            return False
+        except OSError as error:
+            raise StoreError(f"cannot write {key} to {self._location}: {_reason(error)}") from error
+        return True
 
     def sweep(self, prefix: str) -> int:
         removed = 0

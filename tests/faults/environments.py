@@ -51,12 +51,16 @@ class Broken(CartPoleEnv):
     def step(self, action: Any) -> Any:
         self._steps += 1
         if self._steps > self._after and (in_worker() or self._how == "raise everywhere"):
-            if not self._once:
-                self._fail()
-            elif not Path(self._once).exists():
-                Path(self._once).touch()
-                self._fail()
+            self._fail_unless_done()
         return super().step(action)
+
+    def _fail_unless_done(self) -> None:
+        if self._once:
+            try:
+                Path(self._once).touch(exist_ok=False)  # one of all the workers' environments wins
+            except FileExistsError:
+                return
+        self._fail()
 
     def _fail(self) -> None:
         if self._how.startswith("raise"):
