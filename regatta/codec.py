@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import struct
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -30,7 +30,8 @@ _DTYPES = {
         *("float16", "float32", "float64"),
     )
 }
-_Header = TypeVar("_Header")
+# By dtype, as its `name` is computed anew each time it is asked for; big-endian ones travel as little-endian.
+_NAMES = {dtype.newbyteorder(order): name for name, dtype in _DTYPES.items() for order in "<>"}
 
 
 class _Entry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -49,10 +50,11 @@ def encode(header: msgspec.Struct, arrays: Arrays | None = None) -> bytes:
     entries: list[_Entry] = []
     blobs: list[bytes | memoryview] = []
     for name, array in (arrays or {}).items():
-        if array.dtype.name not in _DTYPES:
+        kind = _NAMES.get(array.dtype)
+        if kind is None:
             raise CodecError(f"array {name!r} has dtype {array.dtype}, which does not travel")
-        flat = np.ascontiguousarray(array, dtype=_DTYPES[array.dtype.name])
-        entries.append(_Entry(name, array.dtype.name, array.shape))
+        flat = np.ascontiguousarray(array, dtype=_DTYPES[kind])
+        entries.append(_Entry(name, kind, array.shape))
         blobs.append(flat.reshape(-1).view(np.uint8).data)
     head = _encoder.encode(header)
     table = _encoder.encode(entries)

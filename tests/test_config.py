@@ -257,7 +257,7 @@ def test_wrong_values_name_key_value_and_what_is_valid(override: str, said: str)
 
 
 def test_faults_between_knobs() -> None:
-    product = "256 samples an iteration (env.lanes 2 x env.lane_envs 4 x algorithm.rollout_steps 32)"
+    product = "256 samples an iteration (env.lanes 1 x env.lane_envs 8 x algorithm.rollout_steps 32)"
     assert fault("algorithm.minibatch=100") == (
         f"algorithm.minibatch = 100: it does not divide the {product}; algorithm.minibatch=128 does"
     )
