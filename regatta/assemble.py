@@ -95,6 +95,7 @@ def train(
         run = find_run(place, record.id)
         display = display or Silent()
         display.opened(run)
+        _say_who_works(display, config, Site(workers, listen, token), end)
         _carry_through(Learner(config, algorithm, end, supervisor, record, display), record)
     return run
 
@@ -124,6 +125,7 @@ def resume(
         after = 0 if checkpoint is None else checkpoint.iteration
         record = RunWriter.resume(place, run.id, after=after, keep=config.run.keep)
         display.opened(run)
+        _say_who_works(display, config, Site(workers, listen, token), end)
         learner = Learner(config, algorithm, end, supervisor, record, display)
         if checkpoint is None:
             display.say("no checkpoint was reached before the run stopped; starting from the beginning")
@@ -242,6 +244,19 @@ def _worker_count(config: Config, site: Site) -> int:
     if site.workers < 0:
         raise UsageError(f"--workers {site.workers}: 'auto', 0 (this process) or more")
     return site.workers
+
+
+def _say_who_works(display: Display, config: Config, site: Site, end: LearnerEnd) -> None:
+    count, lanes = _worker_count(config, site), config.env.lanes
+    if site.listen is not None:
+        secret = " --token-file FILE" if site.token else ""
+        display.say(f"workers join with: regatta worker {end.address}{secret}")
+        if count == 0:
+            display.say("none are started on this machine; --workers N starts some")
+    if count > lanes:
+        display.say(
+            f"{count} workers for {lanes} lanes: {count - lanes} will have nothing to do; env.lanes=N gives more"
+        )
 
 
 def _local_url() -> str:

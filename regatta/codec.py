@@ -31,7 +31,8 @@ _DTYPES = {
     )
 }
 # By dtype, as its `name` is computed anew each time it is asked for; big-endian ones travel as little-endian.
-_NAMES = {dtype.newbyteorder(order): name for name, dtype in _DTYPES.items() for order in "<>"}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_NAMES |= {dtype.newbyteorder(">"): name for name, dtype in _DTYPES.items()}
 
 
 class _Entry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -263,9 +263,7 @@ class Learner:
                 )
         self._note_faults(faults)
         progress.episodes += len(rows)
-        if self._window:
-            progress.return_mean = float(np.mean([e.score for e in self._window]))
-            progress.length_mean = float(np.mean([e.length for e in self._window]))
+        self._average()
         progress.wall_s = self._wall_before + now - self._started
         if self._first_update is None:
             self._first_update = (now, progress.steps)
@@ -275,6 +273,11 @@ class Learner:
             self._record.episodes(rows)
         self._record.metrics(self._row(metrics))
         self._show()
+
+    def _average(self) -> None:
+        if self._window:
+            self.progress.return_mean = float(np.mean([episode.score for episode in self._window]))
+            self.progress.length_mean = float(np.mean([episode.length for episode in self._window]))
 
     def _row(self, metrics: Metrics) -> dict[str, Any]:
         progress = self.progress
@@ -323,7 +326,7 @@ class Learner:
         progress.env_faults = self._env_faults + self._dispatch.failures
         progress.results_dropped = self._dispatch.dropped
         progress.workers = self._dispatch.workers()
-        progress.phase = self._phase or ("training" if progress.workers else "waiting for workers")
+        progress.phase = self._phase or self._activity()
         if progress.return_mean is not None:
             progress.curve.append(progress.return_mean)
             if len(progress.curve) > 400:
@@ -333,6 +336,11 @@ class Learner:
         progress.saving = self._record.saving().failing
         self._record.status(warnings=self._warnings, **self.summary())
         self._display.show(progress)
+
+    def _activity(self) -> str:
+        if not self.progress.workers:
+            return "waiting for workers"
+        return "training" if self._first_update else "compiling"
 
     def _say(self, text: str) -> None:
         self._warnings = [*self._warnings[-MAX_WARNINGS + 1 :], text]
@@ -389,7 +397,7 @@ class Learner:
         progress = self.progress
         progress.iterations, progress.steps = checkpoint.iteration, checkpoint.steps
         progress.episodes, self._env_faults = state["episodes"], state["env_faults"]
-        progress.return_mean = checkpoint.return_mean
+        self._average()
 
 
 def _under(prefix: str, arrays: Arrays) -> Arrays:

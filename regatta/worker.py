@@ -11,6 +11,7 @@ import os
 import platform
 import time
 import traceback
+from collections.abc import Collection
 
 import msgspec
 from threadpoolctl import threadpool_limits
@@ -19,7 +20,7 @@ from regatta.codec import decode, encode
 from regatta.errors import CodecError, ConfigError, TransportError
 from regatta.fleet.local import leash, watch_leash
 from regatta.policies.policy import Policy, PolicySpec
-from regatta.rollout.envs import EnvConfig
+from regatta.rollout.envs import EnvConfig, refuse_foreign
 from regatta.rollout.episodes import play
 from regatta.rollout.lane import Act, Lane
 from regatta.rollout.watch import Watch
@@ -42,13 +43,16 @@ class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Worker:
     """Serves one session with a learner; a new session needs a new Worker."""
 
-    def __init__(self, end: WorkerEnd) -> None:
+    def __init__(self, end: WorkerEnd, modules: Collection[str] | None = None) -> None:
+        """`modules`: the installed ones that the learner may name in env.id; None trusts it with all of them."""
         try:
             spec = msgspec.json.decode(end.spec, type=WorkerSpec)
         except msgspec.DecodeError as error:
             raise TransportError(
                 f"the learner's spec cannot be read: {error}; both sides need the same version of Regatta"
             ) from error
+        if modules is not None:
+            refuse_foreign(spec.env, modules)
         self._end = end
         self._env = spec.env
         self._policy = Policy(spec.policy)
@@ -61,8 +65,9 @@ class Worker:
     def serve(self) -> None:
         """Carry out orders until the learner says goodbye (returns) or is lost (raises ConnectionLost)."""
         try:
-            while True:
-                self.serve_once(IDLE_S)
+            with threadpool_limits(1):
+                while True:
+                    self.serve_once(IDLE_S)
         except Goodbye:
             return
         finally:
@@ -120,10 +125,14 @@ class Worker:
         self._end.close()
 
 
-def serve(url: str, name: str | None = None, token: str | None = None) -> None:
-    """One session with the learner at `url`: returns when the run is over, raises ConnectionLost on a break."""
-    with threadpool_limits(1):
-        Worker(connect(url, name or f"{platform.node()}-{os.getpid()}", token)).serve()
+def join(url: str, name: str | None = None, token: str | None = None, modules: Collection[str] | None = None) -> Worker:
+    """A worker for one session with the learner at `url`."""
+    end = connect(url, name or f"{platform.node()}-{os.getpid()}", token)
+    try:
+        return Worker(end, modules)
+    except BaseException:
+        end.close()
+        raise
 
 
 def main() -> None:
@@ -135,7 +144,7 @@ def main() -> None:
     cleanup = leash()
     if cleanup is not None:
         watch_leash(cleanup)
-    serve(options.url, options.name, os.environ.get(TOKEN_ENV))
+    join(options.url, options.name, os.environ.get(TOKEN_ENV)).serve()
 
 
 if __name__ == "__main__":

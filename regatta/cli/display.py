@@ -60,14 +60,14 @@ class _Display:
 
     def finish(self, run: Run) -> None:
         status = run.status()
-        self.console.print(
-            f"[bold]{status.status}[/] {run.id}: {status.steps:,} steps in {figure(status.wall_s)} s "
-            f"({figure(status.steps_per_s, 0)} steps/s), return {figure(status.return_mean)} "
-            f"over the last {min(100, status.episodes)} episodes",
-            highlight=False,
-        )
-        self.console.print(f"kept in {run.location}", highlight=False, soft_wrap=True)
-        self.console.print(f"next: regatta evaluate {run.id}", highlight=False)
+        for line in (
+            f"[bold]{status.status}[/] {run.id}",
+            f"{status.steps:,} steps in {figure(status.wall_s)} s ({figure(status.steps_per_s, 0)} steps/s)",
+            f"return {figure(status.return_mean)} over the last {min(100, status.episodes)} episodes",
+            f"kept in {run.location}",
+            f"next: regatta evaluate {run.id}",
+        ):
+            self.console.print(line, highlight=False, soft_wrap=True)
 
 
 class LineDisplay(_Display):

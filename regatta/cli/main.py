@@ -18,8 +18,8 @@ app = typer.Typer(
     help="Distributed reinforcement learning: one learner, any number of workers, the same answer.\n\n"
     "Begin with: regatta train cartpole-ppo",
     epilog="Exit codes: 0 done, 64 bad usage or config, 65 environment fails, 66 no such run or no checkpoint that "
-    "can be trusted, 69 other end not reached, 70 internal error, 71 training diverged, 74 store fails, 77 token "
-    "refused, 130 interrupted (saved). `regatta COMMAND --help` shows examples.",
+    "can be trusted, 69 other end not reached, 70 internal error, 71 training diverged, 74 store fails, 76 not one "
+    "of our frames, 77 token refused, 130 interrupted (saved). `regatta COMMAND --help` shows examples.",
 )
 
 StoreOption = Annotated[
@@ -160,11 +160,15 @@ def worker(
     url: Annotated[str, typer.Argument(help="Where the learner listens, for example tcp://127.0.0.1:4444.")],
     name: Annotated[str | None, typer.Option("--name", help="How the learner's display calls this worker.")] = None,
     token_file: TokenOption = None,
+    allow: Annotated[
+        list[str] | None,
+        typer.Option("--allow", help="An installed module that env.id=module:function may name; repeatable."),
+    ] = None,
 ) -> None:
     """Lend this machine to a learner: join, and rejoin after every break, until the run is over."""
     from regatta.cli import training
 
-    training.work(url, name, training.read_token(token_file))
+    training.work(url, name, training.read_token(token_file), allow or [])
 
 
 def version(wanted: bool) -> None:
@@ -200,7 +204,7 @@ def _run(argv: list[str]) -> int:
     except typer.Abort:
         return 130
     except _BadUsage as error:
-        where = f" {argv[0]}" if argv and not argv[0].startswith("-") else ""
+        where = f" {argv[0]}" if argv and argv[0] in command.commands else ""
         typer.echo(f"error: {error.format_message()} (try: regatta{where} --help)", err=True)
         return 64
     except RegattaError as error:

@@ -17,7 +17,7 @@ from regatta import assemble
 from regatta.cli.display import make_display
 from regatta.errors import ConnectionLost, Interrupted, TransportError, UsageError
 from regatta.runs.run import Run
-from regatta.worker import TOKEN_ENV, serve
+from regatta.worker import TOKEN_ENV, join
 
 RETRY_S = (0.5, 1.0, 2.0, 5.0, 10.0)
 
@@ -85,12 +85,15 @@ def _final(run: Run) -> dict[str, Any]:
     }
 
 
-def work(url: str, name: str | None, token: str | None) -> None:
+def work(url: str, name: str | None, token: str | None, modules: Sequence[str]) -> None:
     """Serve until the learner says that the run is over; breaks are bridged with growing pauses."""
     tries = 0
+    print(f"joining {url}; Ctrl-C leaves", file=sys.stderr)
     while True:
         try:
-            serve(url, name, token)
+            worker = join(url, name, token, modules)
+            print("joined", file=sys.stderr)
+            worker.serve()
         except ConnectionLost as error:
             tries = 0
             print(f"lost the learner: {error}; joining again", file=sys.stderr)
@@ -99,6 +102,7 @@ def work(url: str, name: str | None, token: str | None) -> None:
                 raise
             print(f"{error}; trying again", file=sys.stderr)
         else:
+            print("the run is over", file=sys.stderr)
             return
         time.sleep(RETRY_S[min(tries, len(RETRY_S) - 1)])
         tries += 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import msgspec
 
 from regatta.errors import EnvError
@@ -10,6 +12,9 @@ from regatta.fleet.base import Exited, Fleet
 FIRST_BACKOFF_S = 0.25
 LAST_BACKOFF_S = 10.0
 LAST_WORDS_S = 0.3
+KILLED = (-9, -15)  # by someone or for lack of memory: not the environment's own doing
+MAX_CRASHES = 10
+CRASH_WINDOW_S = 60.0
 
 
 class _Place(msgspec.Struct):
@@ -27,6 +32,7 @@ class Supervisor:
         self._fleet = fleet
         self._max_failures = max_failures
         self._places = {f"worker-{i}": _Place() for i in range(count)}
+        self._crashes: deque[float] = deque()
         self.restarts = 0
 
     def start(self) -> None:
@@ -40,6 +46,7 @@ class Supervisor:
             return []
         exits = self._fleet.poll()
         for exited in exits:
+            self._count_crash(exited, now)
             self._plan_restart(exited, now)
         for name, place in self._places.items():
             if place.condemned_at is not None and now >= place.condemned_at:
@@ -51,6 +58,19 @@ class Supervisor:
                 self.restarts += 1
                 self._fleet.start(name)
         return exits
+
+    def _count_crash(self, exited: Exited, now: float) -> None:
+        """Results between the crashes do not make it well: a run that crawls from crash to crash is at its end."""
+        if exited.code in KILLED:
+            return
+        self._crashes.append(now)
+        while now - self._crashes[0] > CRASH_WINDOW_S:
+            self._crashes.popleft()
+        if len(self._crashes) > max(MAX_CRASHES, 2 * len(self._places)):
+            raise EnvError(
+                f"workers crashed {len(self._crashes)} times within {CRASH_WINDOW_S:g} s (exit code {exited.code}); "
+                f"the last words of {exited.name}:\n{exited.stderr_tail or '(none)'}"
+            )
 
     def _plan_restart(self, exited: Exited, now: float) -> None:
         place = self._places[exited.name]

@@ -7,6 +7,8 @@ import inspect
 import os
 import sys
 import warnings
+from collections.abc import Collection
+from pathlib import Path
 from typing import Annotated, Any
 
 import gymnasium
@@ -15,7 +17,7 @@ import numpy as np
 from gymnasium import wrappers
 from msgspec import Meta
 
-from regatta.errors import ConfigError, EnvError
+from regatta.errors import ConfigError, EnvError, UsageError
 from regatta.rollout import spaces
 
 CHECKED_STEPS = 20
@@ -55,6 +57,21 @@ class Stepper(msgspec.Struct):
 
     env: gymnasium.Env[Any, Any]
     limit: int | None
+
+
+def refuse_foreign(config: EnvConfig, modules: Collection[str]) -> None:
+    """For a config that came over a socket: only code that lies in this folder, or is allowed by name, may run.
+
+    Without this, whoever plays the learner could have a worker call any function of any installed module.
+    """
+    module, colon, _ = config.id.rpartition(":")
+    package = module.partition(".")[0]
+    here = Path.cwd()
+    if colon and package not in modules and not (here / f"{package}.py").exists() and not (here / package).is_dir():
+        raise UsageError(
+            f"the learner wants {config.id!r}, and {package!r} is not in {here}; start the worker where it lies, or "
+            f"allow it by name: --allow {package}"
+        )
 
 
 def make(config: EnvConfig, *, checked: bool = False, render_mode: str | None = None) -> gymnasium.Env[Any, Any]:

@@ -264,7 +264,7 @@ def _manifest(store: Store, run_id: str, iteration: int) -> Manifest:
     try:
         data = store.get(checkpoint_key(run_id, iteration, MANIFEST))
     except NotFound as error:
-        raise _Broken(f"{MANIFEST} is missing: its saving was not finished") from error
+        raise _Broken(f"{MANIFEST} is missing: there is no such checkpoint, or its saving was not finished") from error
     try:
         manifest = msgspec.json.decode(data, type=Manifest)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
