@@ -56,7 +56,7 @@ def test_a_token_stays_secret(start: Any, store: Path, slow: Path, tmp_path: Pat
     for stranger in strangers:
         assert stranger.wait(30) == 77, stranger.err
         assert "--token-file" in stranger.err
-    guest = start("worker", address, "--name", "guest", env={"REGATTA_TOKEN": TOKEN})
+    guest = start("worker", address, "--allow", "environments", "--name", "guest", env={"REGATTA_TOKEN": TOKEN})
     wait_until(lambda: "workers 2 at" in learner.err, 30, guest.err)
     commands = [learner, guest, *strangers]
     pids = [learner.pid, guest.pid, *learner.workers.values()]

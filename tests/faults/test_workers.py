@@ -126,7 +126,7 @@ def test_a_random_worker_killed_every_two_seconds(course: Course) -> None:
 def test_stopped_workers_hold_nobody_up(course: Course, start: Any) -> None:
     """SIGSTOP for 20 s: one of the learner's own workers, and one from outside, which it cannot restart."""
     address = f"tcp://127.0.0.1:{free_port()}"
-    guest = start("worker", address, "--name", "guest")
+    guest = start("worker", address, "--allow", "environments", "--name", "guest")
     stopped_at = continued_at = 0.0
     pids: dict[str, int] = {}
 
@@ -165,7 +165,7 @@ def test_stopped_workers_hold_nobody_up(course: Course, start: Any) -> None:
 def test_workers_come_and_go(course: Course, start: Any) -> None:
     """A learner without workers of its own: the first guest joins and is killed, then two more join."""
     address = f"tcp://127.0.0.1:{free_port()}"
-    guests = [start("worker", address, "--name", "first")]
+    guests = [start("worker", address, "--allow", "environments", "--name", "first")]
     killed_at = 0.0
 
     def act(progress: Any, now: float) -> None:
@@ -173,7 +173,9 @@ def test_workers_come_and_go(course: Course, start: Any) -> None:
         if not killed_at and all_at_work(progress, 1):
             killed_at = now
             guests[0].send(signal.SIGKILL)
-            guests.extend(start("worker", address, "--name", name) for name in ("second", "third"))
+            guests.extend(
+                start("worker", address, "--allow", "environments", "--name", name) for name in ("second", "third")
+            )
         elif killed_at and progress.workers and all_at_work(progress, 2):
             course.finish()
 
@@ -190,7 +192,7 @@ def test_a_worker_rejoins_a_learner_that_died_and_came_back(start: Any, store: P
     flag.touch()
     address = f"tcp://127.0.0.1:{free_port()}"
     site = ("--workers", 0, "--listen", address, "--store", store, "--json")
-    guest = start("worker", address)
+    guest = start("worker", address, "--allow", "environments")
     settings = (*SETTINGS, f"env.kwargs.flag={flag}", "run.steps=5000")
     learner = start("train", "cartpole-ppo", *settings, "--seed", 11, "--name", "r", *site)
     wait_until(lambda: list(store.glob("r/checkpoints/*/manifest.json")), 30, learner.err)

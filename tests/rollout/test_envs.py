@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from gymnasium import wrappers
 
-from regatta.errors import ConfigError, EnvError
+from regatta.errors import ConfigError, EnvError, UsageError
 from regatta.policies.distributions import ActionSpec
-from regatta.rollout.envs import EnvConfig, bare, close, make, probe
+from regatta.rollout.envs import EnvConfig, bare, close, make, probe, refuse_foreign
 from regatta.rollout.spaces import Interface
 
 HOME_MADE = """
@@ -228,3 +228,23 @@ def test_close_never_fails() -> None:
             raise OSError("no")
 
     close(Stubborn())
+
+
+# -- what a learner may ask of a worker -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "env_id", ["os:system", "subprocess:run", "numpy:load", "gymnasium.envs:registration", "os:X-v0"]
+)
+def test_modules_from_elsewhere_are_refused(env_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match="--allow"):
+        refuse_foreign(EnvConfig(id=env_id), [])
+
+
+def test_own_allowed_and_registered_environments_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").touch()
+    (tmp_path / "package").mkdir()
+    for env_id in ("CartPole-v1", "mine:make", "package.inner:make", "elsewhere.inner:make"):
+        refuse_foreign(EnvConfig(id=env_id), ["elsewhere"])
