@@ -7,7 +7,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +20,7 @@ from regatta import config as configs
 from regatta.algorithms.base import Algorithm
 from regatta.codec import decode, encode
 from regatta.config import Config
-from regatta.errors import EnvError, Interrupted, RegattaError, UsageError
+from regatta.errors import ConfigError, EnvError, Interrupted, RegattaError, UsageError
 from regatta.fleet.local import LocalFleet
 from regatta.fleet.supervisor import Supervisor
 from regatta.learner import Display, Learner, Progress
@@ -28,8 +28,10 @@ from regatta.policies.policy import Policy, PolicySpec
 from regatta.rollout import envs
 from regatta.runs.agent import policy_of
 from regatta.runs.checkpoint import Checkpoint
-from regatta.runs.layout import checkpoints_key
+from regatta.runs.facts import hide
+from regatta.runs.layout import MANIFEST, checkpoints_key
 from regatta.runs.run import Run, RunWriter, find_run
+from regatta.runs.writer import refuse_taken
 from regatta.store.base import default_location, open_store
 from regatta.transport.base import LearnerEnd, Message, WorkerEnd, listen
 from regatta.transport.inline import InlineLearner
@@ -82,12 +84,20 @@ def train(
     """
     texts = _texts(overrides)
     config = configs.resolve(preset, file=file, overrides=texts, seed=seed)
+    record_config = msgspec.json.decode(configs.to_json(config))
+    if hide(record_config) != record_config:
+        raise ConfigError(
+            "env.kwargs holds what looks like a secret. It would be hidden in the run's record, and the run could not "
+            "be resumed: let the environment read it from a variable or a file instead"
+        )
     place = open_store(store or default_location())
+    if name is not None:
+        refuse_taken(place, name)
     with _session(config, Site(workers, listen, token)) as (algorithm, end, supervisor):
         record = RunWriter.create(
             place,
             preset=config.preset,
-            config=msgspec.to_builtins(config),
+            config=record_config,
             command=list(command or ["regatta", "train", config.preset, *texts]),
             name=name,
             keep=config.run.keep,
@@ -107,17 +117,21 @@ def resume(
     workers: Workers = "auto",
     listen: str | None = None,
     token: str | None = None,
+    allow: Collection[str] = (),
     display: Display | None = None,
 ) -> Run:
-    """Go on with a run from its newest trustworthy checkpoint, as if it had never stopped."""
+    """Go on with a run from its newest trustworthy checkpoint, as if it had never stopped.
+
+    `allow`: installed modules that the run's env.id may name; those in the current folder always may.
+    """
     place = open_store(store or default_location())
     display = display or Silent()
     run = find_run(place, ref)
     if run.status().status == "done":
         raise UsageError(f"run {run.id} is done; for a longer one: regatta train {run.facts.preset} run.steps=NUMBER")
-    config = configs.from_json(msgspec.json.encode(run.config))
+    config = _recorded_config(run, allow)
     checkpoint: Checkpoint | None = None
-    if place.list(checkpoints_key(run.id)):
+    if any(key.endswith(f"/{MANIFEST}") for key in place.list(checkpoints_key(run.id))):
         checkpoint, notes = run.checkpoint()
         for note in notes:
             display.say(note)
@@ -143,13 +157,14 @@ def evaluate(
     checkpoint: Literal["last", "best"] | int = "last",
     seed: int = 1_000_000,
     deterministic: bool = True,
+    allow: Collection[str] = (),
     display: Display | None = None,
 ) -> dict[str, float]:
     """Play whole episodes with a run's policy and its own statistics, in environments seeded for this alone."""
     if episodes < 1:
         raise UsageError(f"--episodes {episodes}: at least one is needed")
     run = find_run(open_store(store or default_location()), ref)
-    config = configs.from_json(msgspec.json.encode(run.config))
+    config = _recorded_config(run, allow)
     found, notes = run.checkpoint(checkpoint)
     for note in notes:
         (display or Silent()).say(note)
@@ -169,6 +184,13 @@ def evaluate(
 def load_run(ref: str = "last", *, store: str | None = None) -> Run:
     """A run by id, unambiguous prefix or 'last'."""
     return find_run(open_store(store or default_location()), ref)
+
+
+def _recorded_config(run: Run, allow: Collection[str]) -> Config:
+    """A run's config, from a store that others may write to: it must not name code of just any module."""
+    config = configs.from_json(msgspec.json.encode(run.config))
+    envs.refuse_foreign(config.env, allow)
+    return config
 
 
 # -- wiring -------------------------------------------------------------------------------------------------
@@ -198,17 +220,8 @@ def _session(config: Config, site: Site) -> Iterator[tuple[Algorithm, LearnerEnd
 
 def _algorithm(config: Config, policy: Policy) -> Algorithm:
     _prepare_jax()
-    from regatta.algorithms.ppo import PPO
-
-    per_iteration = config.env.lanes * config.env.lane_envs * config.algorithm.rollout_steps
-    return PPO(
-        config.algorithm,
-        policy,
-        config.env.lanes,
-        config.env.lane_envs,
-        config.run.seed,
-        total_iterations=config.run.steps // per_iteration,  # whole iterations only: run.steps is a limit
-    )
+    env, run = config.env, config.run
+    return config.algorithm.build(policy, env.lanes, env.lane_envs, run.seed, run.steps)
 
 
 def _prepare_jax() -> None:
@@ -255,7 +268,7 @@ def _say_who_works(display: Display, config: Config, site: Site, end: LearnerEnd
             display.say("none are started on this machine; --workers N starts some")
     if count > lanes:
         display.say(
-            f"{count} workers for {lanes} lanes: {count - lanes} will have nothing to do; env.lanes=N gives more"
+            f"{count} workers share {lanes} lane{'s' * (lanes > 1)}: {count - lanes} will be idle (see env.lanes)"
         )
 
 
@@ -264,9 +277,10 @@ def _local_url() -> str:
 
 
 def _fleet(end: LearnerEnd, site: Site) -> LocalFleet:
-    secret = {} if site.token is None else {TOKEN_ENV: site.token}
+    secret = {TOKEN_ENV: site.token or ""}  # always set: they must not inherit one this run does not use
     command = [sys.executable, "-m", "regatta.worker", end.address, "--name", "{name}"]
-    cleanup = str(Path(end.address.removeprefix("ipc://")).parent) if end.address.startswith("ipc:") else None
+    ours = site.listen in (None, "ipc:", "ipc://") and end.address.startswith("ipc:")  # the transport made the folder
+    cleanup = str(Path(end.address.removeprefix("ipc://")).parent) if ours else None
     return LocalFleet(command, secret, cleanup)
 
 

@@ -45,7 +45,6 @@ class _Order(msgspec.Struct):
     work: float
     worker: int | None = None
     waiting: bool = True  # to be assigned, for the first time or again
-    fresh: bool = True
     failed_by: list[int] = msgspec.field(default_factory=list)
 
 
@@ -67,7 +66,7 @@ class Crew:
         self._workers: dict[int, _Worker] = {}
         self._pace_s: float | None = None  # seconds per unit of work, smoothed
         self.dropped = 0
-        self.moved = 0
+        self.moved = 0  # lanes taken from one worker that held them for another
 
     # -- events -------------------------------------------------------------------------------------------
 
@@ -169,14 +168,14 @@ class Crew:
             if worker is None:
                 break
             holder = self._workers[worker]
-            order.fresh = order.lane is not None and order.lane not in holder.lanes
-            if order.lane is not None and order.fresh:
+            fresh = order.lane is not None and order.lane not in holder.lanes
+            if order.lane is not None and fresh:
                 self._hold(order.lane, worker)
             if not holder.orders:
                 holder.since = now
             holder.orders[number] = None
             order.worker, order.waiting = worker, False
-            assignments.append(Assignment(worker, number, order.fresh))
+            assignments.append(Assignment(worker, number, fresh))
         return assignments
 
     def next_deadline(self) -> float | None:

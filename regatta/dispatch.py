@@ -15,14 +15,15 @@ import numpy as np
 from regatta.codec import decode, encode
 from regatta.crew import Crew, CrewConfig
 from regatta.errors import CodecError, EnvError
-from regatta.fleet.supervisor import Supervisor
+from regatta.fleet.base import Exited
+from regatta.fleet.supervisor import KILLED, Supervisor
 from regatta.policies.policy import Policy
 from regatta.rollout.envs import EnvConfig
 from regatta.rollout.lane import misfit
 from regatta.transport.base import Event, Joined, LearnerEnd, Left, Message
 from regatta.types import Array, Arrays, Collect, Failure, FromWorker, Order, Result, Task
 
-DEATHS_BEFORE_RESEED = 3  # a lane that kills whoever replays it gets other seeds
+CRASHES_BEFORE_RESEED = 3  # a lane that crashes whoever replays it gets other seeds
 
 
 class Settings(Protocol):
@@ -65,7 +66,8 @@ class Dispatch:
         self._crew = Crew(settings.crew, eager=settings.env.replay)
         self._logs = [LaneLog() for _ in range(settings.env.lanes)]
         self._tasks: dict[int, Task] = {}
-        self._deaths: dict[int, int] = {}  # by order: how many workers were lost while holding it
+        self._crashes: dict[int, int] = {}  # by order: how many workers crashed at it
+        self._last_order: dict[str, int] = {}  # by worker: what it was at when it was lost
         self._results: dict[int, tuple[Result, Arrays]] = {}
         self._next_order = 0
         self._names: dict[int, str] = {}
@@ -110,6 +112,7 @@ class Dispatch:
             for worker in [w for w, name in self._names.items() if name == exited.name]:
                 self._end.dismiss(worker, "its process ended")
                 self._lose(worker, f"exit code {exited.code}")
+            self._count_crash(exited)
         for worker in self._crew.expire(now):
             self._notes.append(f"{self._names[worker]} is late; its lanes go to others")
         self._send()
@@ -165,15 +168,13 @@ class Dispatch:
         if not self._crew.result(worker, result.order, time.monotonic()):
             return
         del self._tasks[result.order]
-        self._deaths.pop(result.order, None)
+        self._crashes.pop(result.order, None)
         self._results[result.order] = (result, arrays)
         self._supervisor.healthy(self._names[worker])
         if isinstance(task, Collect):
             self._steps[self._names[worker]] += arrays["rewards"].size
 
     def _fail(self, worker: int, failure: Failure) -> None:
-        if failure.fatal:
-            raise EnvError(failure.text)
         failures = self._crew.failed(worker, failure.order, time.monotonic())
         if failures is None:
             return
@@ -188,10 +189,16 @@ class Dispatch:
         name = self._names.pop(worker, "a worker")
         if held:
             self._notes.append(f"{name} is gone ({reason}); its lanes go to others")
-        for order in held:
-            self._deaths[order] = self._deaths.get(order, 0) + 1
-            if self._deaths[order] >= DEATHS_BEFORE_RESEED:
-                self._try_other_seeds(order, self._deaths[order])
+            self._last_order[name] = held[0]  # orders are carried out in turn
+
+    def _count_crash(self, exited: Exited) -> None:
+        """A lane may be what crashed its worker, unless someone killed it."""
+        order = self._last_order.pop(exited.name, None)
+        if order not in self._tasks or exited.code in KILLED:
+            return
+        self._crashes[order] = self._crashes.get(order, 0) + 1
+        if self._crashes[order] >= CRASHES_BEFORE_RESEED:
+            self._try_other_seeds(order, self._crashes[order])
 
     # -- lanes --------------------------------------------------------------------------------------------
 

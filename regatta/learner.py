@@ -261,7 +261,6 @@ class Learner:
                         "length": episode.length,
                     }
                 )
-        self._note_faults(faults)
         progress.episodes += len(rows)
         self._average()
         progress.wall_s = self._wall_before + now - self._started
@@ -272,6 +271,7 @@ class Learner:
         if rows:
             self._record.episodes(rows)
         self._record.metrics(self._row(metrics))
+        self._note_faults(faults)
         self._show()
 
     def _average(self) -> None:

@@ -81,11 +81,10 @@ class Result(msgspec.Struct, frozen=True, tag="result"):
 
 
 class Failure(msgspec.Struct, frozen=True, tag="failure"):
-    """The worker could not carry out the order; `text` is the traceback. `fatal`: no worker ever could."""
+    """The worker could not carry out the order; `text` is the traceback."""
 
     order: int
     text: str
-    fatal: bool = False
 
 
 FromWorker = Result | Failure

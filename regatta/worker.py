@@ -9,6 +9,7 @@ import argparse
 import faulthandler
 import os
 import platform
+import sys
 import time
 import traceback
 from collections.abc import Collection
@@ -82,10 +83,8 @@ class Worker:
         started = time.perf_counter()
         try:
             reply = self._carry_out(order, arrays, started)
-        except TransportError:
-            raise
-        except ConfigError as error:
-            reply = encode(Failure(order.id, str(error), fatal=True))
+        except (TransportError, ConfigError):
+            raise  # the learner made this environment before: what is missing is missing here, so this worker leaves
         except Exception:
             if isinstance(order.task, Collect) and (lane := self._lanes.pop(order.task.lane, None)):
                 lane.close()
@@ -114,6 +113,7 @@ class Worker:
 
     def _last_words(self, text: str) -> None:
         """Called by the watch while the main thread is stuck inside an environment, so the end is ours."""
+        print(text, file=sys.stderr, flush=True)
         self._end.send(encode(Failure(self._order, text)))
         time.sleep(FLUSH_S)
 
@@ -144,7 +144,7 @@ def main() -> None:
     cleanup = leash()
     if cleanup is not None:
         watch_leash(cleanup)
-    join(options.url, options.name, os.environ.get(TOKEN_ENV)).serve()
+    join(options.url, options.name, os.environ.get(TOKEN_ENV) or None).serve()
 
 
 if __name__ == "__main__":

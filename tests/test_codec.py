@@ -94,7 +94,7 @@ def test_layouts_that_are_not_plain_c_order() -> None:
         (Order(1, Collect(0, 2, 3, 4, 5, attempt=1)), Order),
         (Order(2, Play(1, 10, 2**31, deterministic=False)), Order),
         (Result(1, 2, [Episode(0, 1, -0.5, 3)], [Fault(0, 1, "x")], 1.0), FromWorker),
-        (Failure(3, "no", fatal=True), FromWorker),
+        (Failure(3, "no"), FromWorker),
         (SnapshotHeader(2**60), SnapshotHeader),
     ],
 )

@@ -174,7 +174,8 @@ def test_killed_workers_do_not_change_the_answer(
 ) -> None:
     flag = tmp_path / "slow"
     flag.touch()
-    overrides = ["env.id=environments:paced", "run.steps=20480", f"algorithm.staleness={staleness}", *SMALL]
+    lanes = ("env.lanes=2", "env.lane_envs=4")
+    overrides = ["env.id=environments:paced", "run.steps=20480", f"algorithm.staleness={staleness}", *lanes, *SMALL]
     whole = regatta.train("cartpole-ppo", overrides, seed=2, workers=0, store=str(store))
     kills: list[float] = []
 
@@ -298,7 +299,8 @@ def test_evaluation_and_export_use_the_trained_statistics(store: Path) -> None:
     assert figures["return_mean"] == pytest.approx(np.mean(scores), rel=1e-12)
 
 
-def test_evaluation_after_resume_is_that_of_the_whole_run(store: Path) -> None:
+def test_evaluation_after_resume_is_that_of_the_whole_run(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("regatta.learner.SHOW_EVERY_S", 0.0)  # so that no iteration goes by unseen
     regatta.train("ppo", PENDULUM, seed=4, workers=0, store=str(store), name="whole")
     killed: list[float] = []
 

@@ -57,6 +57,10 @@ class PPOConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fie
         Meta(description="0: collect, then learn; 1: collect the next iteration while learning"),
     ] = 1
 
+    def build(self, policy: Policy, lanes: int, lane_envs: int, seed: int, steps: int) -> PPO:
+        iterations = steps // (lanes * lane_envs * self.rollout_steps)  # whole ones only: run.steps is a limit
+        return PPO(self, policy, lanes, lane_envs, seed, iterations)
+
 
 METRICS = ("policy_loss", "value_loss", "entropy", "kl", "clip_fraction", "grad_norm")
 
@@ -210,6 +214,7 @@ class PPO:
         }
 
     def update(self, iteration: int, results: list[tuple[Result, Arrays]], behaviour: Snapshot) -> Metrics:
+        scale_before = self._rewards.state() if self._rewards is not None else {}
         data = self._data(results, behaviour)
         remaining = max(0.0, 1.0 - iteration / self.total_iterations)
         lr = self.config.lr * (remaining if self.config.lr_schedule == "linear" else 1.0)
@@ -226,6 +231,8 @@ class PPO:
         )
         *values, finite = np.asarray(report).tolist()
         if not finite:
+            if self._rewards is not None:
+                self._rewards.load(scale_before)
             raise NonFinite(self._blame(data, behaviour))
         if self._moments is not None:
             for _, arrays in results:

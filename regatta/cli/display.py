@@ -9,6 +9,7 @@ from typing import Self
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.markup import escape
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -64,7 +65,7 @@ class _Display:
             f"[bold]{status.status}[/] {run.id}",
             f"{status.steps:,} steps in {figure(status.wall_s)} s ({figure(status.steps_per_s, 0)} steps/s)",
             f"return {figure(status.return_mean)} over the last {min(100, status.episodes)} episodes",
-            f"kept in {run.location}",
+            f"kept in {escape(run.location)}",
             f"next: regatta evaluate {run.id}",
         ):
             self.console.print(line, highlight=False, soft_wrap=True)
@@ -148,9 +149,9 @@ class PanelDisplay(_Display):
         body.add_row("time", f"learner {learn:.0f} %  workers {collect:.0f} %")
         body.add_row("workers", self._workers(progress))
         if self.run is not None:
-            body.add_row("place", self.run.location)
+            body.add_row("place", escape(self.run.location))
         if progress.saving:
-            body.add_row("saving", f"[red]{progress.saving}[/]")
+            body.add_row("saving", f"[red]{escape(progress.saving)}[/]")
         return Group(head, body)
 
     def _remaining(self, progress: Progress) -> str:
@@ -163,7 +164,7 @@ class PanelDisplay(_Display):
         if not progress.workers:
             return "[yellow]none yet[/]"
         shown = [
-            f"{MARKS[w.state]} {w.name} [dim]lanes {','.join(map(str, w.lanes)) or '–'}[/]"
+            f"{MARKS[w.state]} {escape(w.name)} [dim]lanes {','.join(map(str, w.lanes)) or '–'}[/]"
             for w in progress.workers[:4]
         ]
         more = f"  and {len(progress.workers) - 4} more" if len(progress.workers) > 4 else ""
@@ -173,6 +174,7 @@ class PanelDisplay(_Display):
                 (progress.restarts, "restarts"),
                 (progress.results_dropped, "dropped"),
                 (progress.env_faults, "environment faults"),
+                (progress.non_finite, "updates skipped"),
             )
             if count
         ]

@@ -38,6 +38,10 @@ TokenOption = Annotated[
     str | None,
     typer.Option("--token-file", help="File (mode 0600) with the run's token; or set REGATTA_TOKEN."),
 ]
+AllowOption = Annotated[
+    list[str] | None,
+    typer.Option("--allow", help="An installed module that env.id=module:function may name; repeatable."),
+]
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Progress on stderr; the last line of stdout is one JSON object.")
 ]
@@ -96,6 +100,7 @@ def resume(
     store: StoreOption = None,
     listen: ListenOption = None,
     token_file: TokenOption = None,
+    allow: AllowOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Go on with a run from its last checkpoint; the result is that of a run never interrupted."""
@@ -104,6 +109,7 @@ def resume(
     training.resume(
         run,
         store=store,
+        allow=allow or [],
         workers=training.worker_count(workers),
         listen=listen,
         token=training.read_token(token_file),
@@ -118,15 +124,25 @@ def evaluate(
     checkpoint: Annotated[
         str, typer.Option("--checkpoint", help="last, best, or the iteration of one `regatta show` lists.")
     ] = "last",
-    seed: Annotated[int, typer.Option("--seed", help="Seed of the evaluation's environments.")] = 1_000_000,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the evaluation's environments.")] = 1_000_000,
     sample: Annotated[bool, typer.Option("--sample", help="Draw actions instead of taking the likeliest.")] = False,
     store: StoreOption = None,
+    allow: AllowOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Play episodes with a trained policy and say how well it does."""
     from regatta.cli import records
 
-    records.evaluate(run, episodes, checkpoint, seed, sample, store, as_json)
+    records.evaluate(
+        run,
+        checkpoint,
+        episodes=episodes,
+        seed=seed,
+        deterministic=not sample,
+        store=store,
+        allow=allow or [],
+        as_json=as_json,
+    )
 
 
 @app.command()
@@ -160,10 +176,7 @@ def worker(
     url: Annotated[str, typer.Argument(help="Where the learner listens, for example tcp://127.0.0.1:4444.")],
     name: Annotated[str | None, typer.Option("--name", help="How the learner's display calls this worker.")] = None,
     token_file: TokenOption = None,
-    allow: Annotated[
-        list[str] | None,
-        typer.Option("--allow", help="An installed module that env.id=module:function may name; repeatable."),
-    ] = None,
+    allow: AllowOption = None,
 ) -> None:
     """Lend this machine to a learner: join, and rejoin after every break, until the run is over."""
     from regatta.cli import training
@@ -201,7 +214,8 @@ def _run(argv: list[str]) -> int:
     try:
         code = command.main(args=argv or ["--help"], prog_name="regatta", standalone_mode=False)
         return code if isinstance(code, int) else 0
-    except typer.Abort:
+    except (typer.Abort, KeyboardInterrupt):
+        typer.echo("interrupted before there was anything to save", err=True)
         return 130
     except _BadUsage as error:
         where = f" {argv[0]}" if argv and argv[0] in command.commands else ""
@@ -210,9 +224,6 @@ def _run(argv: list[str]) -> int:
     except RegattaError as error:
         typer.echo(f"{'error: ' if error.exit_code != 130 else ''}{error}", err=True)
         return error.exit_code
-    except KeyboardInterrupt:
-        typer.echo("interrupted before training began; nothing to save", err=True)
-        return 130
     except Exception:
         import traceback
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import msgspec
 from rich.console import Console
@@ -18,6 +18,8 @@ from regatta.knobs import show as show_value
 from regatta.runs.layout import age_s, utc_now
 from regatta.runs.run import find_run, list_runs
 from regatta.store.base import default_location, open_store
+
+FIGURES = (("return_mean", 1), ("return_std", 1), ("length_mean", 0))
 
 
 def _table(*columns: str) -> Table:
@@ -51,13 +53,14 @@ def presets(name: str | None) -> None:
 
 
 def runs(store: str | None, as_json: bool) -> None:
-    found = list_runs(open_store(store or default_location()))
+    place = open_store(store or default_location())
+    found = list_runs(place)
     if as_json:
         print(json.dumps([msgspec.to_builtins(run) for run in found]))
         return
     console = Console()
     if not found:
-        console.print(f"no runs in {store or default_location()} yet; begin with: regatta train cartpole-ppo")
+        console.print(f"no runs in {place.location} yet; begin with: regatta train cartpole-ppo", markup=False)
         return
     table = _table("run", "status", ">steps", ">return", ">steps/s", ">seconds", ">begun")
     for run in found:
@@ -124,28 +127,16 @@ def show(ref: str, store: str | None, as_json: bool) -> None:
         console.print(f"go on with: regatta resume {run.id}")
 
 
-def evaluate(
-    ref: str, episodes: int, checkpoint: str, seed: int, sample: bool, store: str | None, as_json: bool
-) -> None:
+def evaluate(ref: str, checkpoint: str, *, as_json: bool, **options: Any) -> None:
     from regatta import assemble
 
     if checkpoint not in ("last", "best") and not checkpoint.isdigit():
         raise UsageError(f"--checkpoint {checkpoint}: valid are last, best, or an iteration number")
     which = int(checkpoint) if checkpoint.isdigit() else cast(Literal["last", "best"], checkpoint)
-    figures = assemble.evaluate(
-        ref,
-        episodes=episodes,
-        store=store,
-        checkpoint=which,
-        seed=seed,
-        deterministic=not sample,
-        display=LineDisplay(Console(stderr=True)),
-    )
+    figures = assemble.evaluate(ref, checkpoint=which, display=LineDisplay(Console(stderr=True)), **options)
     if as_json:
         print(json.dumps(figures))
         return
-    Console().print(
-        f"return {figure(figures['return_mean'])} ± {figure(figures['return_std'])} over {episodes} episodes, "
-        f"{figure(figures['length_mean'], 0)} steps each",
-        highlight=False,
-    )
+    mean, std, length = (figure(figures[name], digits) for name, digits in FIGURES)
+    text = f"return {mean} ± {std} over {figures['episodes']:.0f} episodes, {length} steps each"
+    Console().print(text, highlight=False)

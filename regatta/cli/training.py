@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 import sys
 import time
@@ -87,12 +88,13 @@ def _final(run: Run) -> dict[str, Any]:
 
 def work(url: str, name: str | None, token: str | None, modules: Sequence[str]) -> None:
     """Serve until the learner says that the run is over; breaks are bridged with growing pauses."""
+    if name is not None and re.fullmatch(r"worker-\d+", name):
+        raise UsageError(f"--name {name}: names like worker-0 are those of the learner's own; choose another")
     tries = 0
-    print(f"joining {url}; Ctrl-C leaves", file=sys.stderr)
     while True:
         try:
             worker = join(url, name, token, modules)
-            print("joined", file=sys.stderr)
+            print(f"joined {url}; Ctrl-C leaves", file=sys.stderr)
             worker.serve()
         except ConnectionLost as error:
             tries = 0

@@ -57,8 +57,8 @@ class _Process:
         if hasattr(os, "killpg"):
             try:
                 os.killpg(self.popen.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
+            except (ProcessLookupError, PermissionError):
+                pass  # nobody is left; macOS says so in its own way
         else:
             self.popen.kill()
 
@@ -99,6 +99,7 @@ class LocalFleet:
             code = process.popen.poll()
             if code is not None:
                 del self._processes[name]
+                process.kill()
                 exited.append(Exited(name, code, process.reap()))
         return exited
 
@@ -112,7 +113,8 @@ class LocalFleet:
             try:
                 process.popen.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                process.kill()
+                pass
+            process.kill()
             process.reap()
 
 

@@ -20,7 +20,6 @@ class Layout:
             size = math.prod(self.shapes[name])
             self.slices[name] = slice(start, start + size)
             start += size
-        self.size = start
 
     def flatten(self, xp: Any, arrays: Any) -> Any:
         return xp.concatenate([arrays[name].reshape(-1) for name in self.names])

@@ -21,7 +21,7 @@ from regatta.errors import ConfigError, EnvError, UsageError
 from regatta.rollout import spaces
 
 CHECKED_STEPS = 20
-_EXTRAS = {"box2d": "box2d", "mujoco": "mujoco", "pygame": "test"}
+_EXTRAS = {"box2d": "box2d", "mujoco": "mujoco"}
 
 
 class EnvConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -60,25 +60,23 @@ class Stepper(msgspec.Struct):
 
 
 def refuse_foreign(config: EnvConfig, modules: Collection[str]) -> None:
-    """For a config that came over a socket: only code that lies in this folder, or is allowed by name, may run.
+    """For a config from a socket or a store: only code that lies in this folder, or is allowed by name, may run.
 
-    Without this, whoever plays the learner could have a worker call any function of any installed module.
+    Without this, whoever plays the learner or writes to the store could call any function of any installed module.
     """
     module, colon, _ = config.id.rpartition(":")
     package = module.partition(".")[0]
     here = Path.cwd()
     if colon and package not in modules and not (here / f"{package}.py").exists() and not (here / package).is_dir():
         raise UsageError(
-            f"the learner wants {config.id!r}, and {package!r} is not in {here}; start the worker where it lies, or "
-            f"allow it by name: --allow {package}"
+            f"env.id is {config.id!r}, as someone else says, and {package!r} is not in {here}; run this where it lies, "
+            f"or allow it by name: --allow {package}"
         )
 
 
-def make(config: EnvConfig, *, checked: bool = False, render_mode: str | None = None) -> gymnasium.Env[Any, Any]:
+def make(config: EnvConfig, *, checked: bool = False) -> gymnasium.Env[Any, Any]:
     """The environment as its author built it; what is wrong with the id or its arguments is a ConfigError."""
     kwargs = dict(config.kwargs)
-    if render_mode is not None:
-        kwargs["render_mode"] = render_mode
     if ":" in config.id and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # console scripts, unlike `python -m`, do not look here
     if ":" in config.id and config.id.rpartition(":")[2].isidentifier():

@@ -25,7 +25,7 @@ def play(task: Play, config: envs.EnvConfig, policy: Policy, act: Act, watch: Wa
         limit = stepper.limit or 2**62
         try:
             for k, seed in enumerate(seeds(task.seed, "play", count=task.episodes)):
-                rng = stream(task.seed, "play", k)
+                rng = stream(task.seed, "play", k + 1)
                 watch.since = time.monotonic()
                 obs, info = stepper.env.reset(seed=seed)
                 score, length, over = 0.0, 0, False

@@ -70,8 +70,10 @@ class Watch:
                 continue
             swallowed = self.since == self._interrupted_at
             if stuck_s > 2 * self.timeout_s or swallowed or not self._can_interrupt:
-                self._give_up(self._stack())
-                os._exit(EXIT_HUNG)
+                try:
+                    self._give_up(self._stack())
+                finally:
+                    os._exit(EXIT_HUNG)
             signal.pthread_kill(self._main.ident or 0, signal.SIGALRM)
 
     def _stack(self) -> str:

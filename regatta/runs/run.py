@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Annotated
 
@@ -76,13 +77,18 @@ class Run:
         """A checkpoint that holds, and notes on newer ones that do not."""
         return load_checkpoint(self._store, self.id, which)
 
-    def policy(self, which: Which = "last") -> Agent:
-        """The trained policy, ready to act in its environment: `run.policy().act(obs)`."""
-        from regatta.rollout.envs import EnvConfig
+    def policy(self, which: Which = "last", allow: Collection[str] = ()) -> Agent:
+        """The trained policy, ready to act in its environment: `run.policy().act(obs)`.
+
+        `allow`: installed modules that the run's env.id may name; those in the current folder always may.
+        """
+        from regatta.rollout.envs import EnvConfig, refuse_foreign
         from regatta.runs.agent import Agent
 
+        env = msgspec.convert(self.config["env"], EnvConfig)
+        refuse_foreign(env, allow)
         checkpoint, _ = self.checkpoint(which)
-        return Agent(checkpoint, msgspec.convert(self.config["env"], EnvConfig))
+        return Agent(checkpoint, env)
 
 
 class RunSummary(msgspec.Struct, frozen=True):

@@ -82,10 +82,7 @@ class RunWriter:
                 status = _here(Status())
                 _put_status(store, run_id, status)
                 return cls(store, run_id, status, journals, keep)
-        raise UsageError(
-            f"run {name!r} already exists in {store.location}; "
-            f"choose another --name, or go on with it: regatta resume {name}"
-        )
+        raise _taken(store, name)
 
     @classmethod
     def resume(cls, store: Store, run_id: str, *, after: int, keep: int = 3, force: bool = False) -> RunWriter:
@@ -166,6 +163,8 @@ class RunWriter:
             failing = self.saving().failing or "out of time"
             self._saver.stop()
             lost = [] if saved else [f"not everything could be saved: {failing}"]
+            if lost and status == "done":
+                status, error = "failed", lost[0]  # so that it can be resumed once there is room
             self.status(status=status, error=error, warnings=[*self._status.warnings, *lost])
             try:
                 self._save_status()
@@ -183,6 +182,19 @@ class RunWriter:
             status = self._status
         dropped = status.checkpoints_dropped + self._saver.state().dropped
         _put_status(self._store, self.id, msgspec.structs.replace(status, checkpoints_dropped=dropped))
+
+
+def refuse_taken(store: Store, name: str) -> None:
+    """Early, before anything starts; `create` makes sure."""
+    if check_name(name) in store.folders():
+        raise _taken(store, name)
+
+
+def _taken(store: Store, name: str | None) -> UsageError:
+    return UsageError(
+        f"run {name!r} already exists in {store.location}; "
+        f"choose another --name, or go on with it: regatta resume {name}"
+    )
 
 
 class _MeanRow:

@@ -171,6 +171,7 @@ class FolderStore(ObjectStore):
             with open(fd, "wb") as file:
                 file.write(data)
                 file.flush()
+                os.fsync(fd)
                 # A link cannot replace a file; a rename can, so the name goes through a staged one for an instant.
                 name = path if not replace else path.with_name(f"{path.name}#{os.getpid()}{threading.get_ident()}")
                 descriptors = os.open("/proc/self/fd", os.O_RDONLY)

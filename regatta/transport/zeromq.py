@@ -224,7 +224,7 @@ class ZmqLearner:
         peer = self._by_identity.get(identity)
         if peer is None or peer.worker != worker:
             self._reply(identity, worker, Kind.REJOIN, "the learner no longer counts on it")
-            return False
+            return bool(kind != Kind.DATA)  # nothing is lost with a heartbeat
         peer.heard = time.monotonic()
         if kind == Kind.DATA:
             self._events.append(Message(worker, body[0]))

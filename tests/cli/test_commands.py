@@ -147,7 +147,9 @@ def test_plain_lines_without_a_terminal(start: Any, store: Path) -> None:
     assert "\x1b" not in command.out
     first, *_, last = command.out.splitlines()
     assert re.fullmatch(rf"run cartpole-ppo-\w+-\w+ in {store}/\S+", first)
-    assert re.search(r"training: [\d,]+/4,096 steps \(\d+ %\), [\d,]+ steps/s, return", command.out), command.out
+    assert re.search(r"(compiling|training): [\d,]+/4,096 steps \(\d+ %\), [\d,]+ steps/s, return", command.out), (
+        command.out
+    )
     assert re.fullmatch(r"next: regatta evaluate \S+", last)
 
 

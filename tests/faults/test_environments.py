@@ -19,8 +19,8 @@ ENDS_S = 60.0
     [
         ("raise", ["the motor is on fire", "environments.py", "Traceback"]),
         ("construct", ["the boat has no hull", "environments.py", "Traceback"]),
-        ("exit", ["in a row without a result (exit code 3)"]),
-        ("segfault", ["in a row without a result (exit code -11)", "environments.py"]),
+        ("exit", ["(exit code 3); "]),
+        ("segfault", ["(exit code -11); ", "environments.py"]),
     ],
 )
 def test_a_hopeless_environment_ends_the_run_within_a_minute(
@@ -83,7 +83,14 @@ def test_one_that_hangs_now_and_then(store: Path, environments: None) -> None:
         "cartpole-ppo",
         [
             *("env.id=environments:broken", "env.kwargs.how=hang", "env.kwargs.after=100"),
-            *("env.step_timeout_s=0.2", "env.lane_envs=1", "algorithm.minibatch=64", "run.steps=640", *SMALL),
+            *(
+                "env.step_timeout_s=0.2",
+                "env.lanes=2",
+                "env.lane_envs=1",
+                "algorithm.minibatch=64",
+                "run.steps=640",
+                *SMALL,
+            ),
         ],
         workers=2,
         store=str(store),

@@ -47,7 +47,7 @@ def test_ctrl_c_once_saves_twice_ends_at_once(start: Any, store: Path, tmp_path:
         *("train", "cartpole-ppo", "run.steps=1000000", "algorithm.rollout_steps=512", "algorithm.epochs=1000"),
         *("algorithm.minibatch=4", "--store", store, "-w", 2),
     )
-    wait_until(lambda: len(command.workers) == 2 and "training" in command.out, 30, command.err)
+    wait_until(lambda: len(command.workers) == 2 and "compiling" in command.out, 30, command.err)
     time.sleep(4)  # now it computes
     workers = command.workers
     command.send(signal.SIGINT)

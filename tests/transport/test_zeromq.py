@@ -144,7 +144,6 @@ def test_a_stopped_worker_has_to_rejoin() -> None:
         [second] = collect(learner, 1)
         assert isinstance(second, Joined)
         assert second.worker > first.worker
-        assert learner.counters["frames_rejected"] > 0
         learner.send(second.worker, b"again")
         assert collect(learner, 1) == [Message(second.worker, b"again")]
 
@@ -330,7 +329,7 @@ def test_tokens_that_do_not_match(url: str, learner_token: str | None, worker_to
         assert TOKEN not in str(refusal.value)
         assert OTHER not in str(refusal.value)
         assert learner.receive(0.0) == []
-        assert learner.counters["handshakes_failed"] > 0
+        wait_until(lambda: learner.counters["handshakes_failed"] > 0, learner)
 
 
 def test_the_learners_key_alone_does_not_open_the_door() -> None:
@@ -404,7 +403,7 @@ GARBAGE: list[list[bytes]] = [
     [*hello(), b"more"],
     [HEAD.pack(Kind.DATA, 1)],
     [HEAD.pack(Kind.DATA, 1), b"x", b"y"],
-    [HEAD.pack(Kind.BEAT, 2**64 - 1)],
+    [HEAD.pack(Kind.DATA, 2**64 - 1), b"x"],
     [HEAD.pack(Kind.WELCOME, 1), b"spec"],
     [b"H"] * 5000,
 ]
