@@ -185,10 +185,12 @@ class Dispatch:
         self._try_other_seeds(failure.order, failures)
 
     def _lose(self, worker: int, reason: str) -> None:
+        if worker not in self._names:
+            return
         held = self._crew.left(worker, time.monotonic())
-        name = self._names.pop(worker, "a worker")
+        name = self._names.pop(worker)
+        self._notes.append(f"{name} is gone ({reason}){'; its lanes go to others' if held else ''}")
         if held:
-            self._notes.append(f"{name} is gone ({reason}); its lanes go to others")
             self._last_order[name] = held[0]  # orders are carried out in turn
 
     def _count_crash(self, exited: Exited) -> None:

@@ -25,5 +25,5 @@ def test_pendulum_swings_up_within_100k_steps(tmp_path: Path, seed: int) -> None
 
 
 def test_cartpole_is_learned_strictly_on_policy_with_normalised_observations(tmp_path: Path) -> None:
-    overrides = {"algorithm.staleness": 0, "algorithm.normalize_obs": True, "run.steps": 60_000}
-    assert trained(tmp_path, "cartpole-ppo", 0, **overrides)["return_mean"] >= 400
+    overrides = {"algorithm.staleness": 0, "algorithm.normalize_obs": True}
+    assert trained(tmp_path, "cartpole-ppo", 0, **overrides)["return_mean"] >= 475
