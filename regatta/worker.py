@@ -19,7 +19,7 @@ from threadpoolctl import threadpool_limits
 
 from regatta.codec import decode, encode
 from regatta.errors import CodecError, ConfigError, TransportError
-from regatta.fleet.local import leash, watch_leash
+from regatta.fleet.local import give_way, leash, watch_leash
 from regatta.policies.policy import Policy, PolicySpec
 from regatta.rollout.envs import EnvConfig, refuse_foreign
 from regatta.rollout.episodes import play
@@ -144,7 +144,10 @@ def main() -> None:
     cleanup = leash()
     if cleanup is not None:
         watch_leash(cleanup)
-    join(options.url, options.name, os.environ.get(TOKEN_ENV) or None).serve()
+    worker = join(options.url, options.name, os.environ.get(TOKEN_ENV) or None)
+    if cleanup is not None:
+        give_way()
+    worker.serve()
 
 
 if __name__ == "__main__":
