@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -44,3 +45,20 @@ def environments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Training in this process finds tests/faults/environments.py, and so do its workers."""
     monkeypatch.chdir(TESTS / "faults")
     monkeypatch.syspath_prepend(str(TESTS / "faults"))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 4 MB, to be filled."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    reason = "needs root on Linux to mount a 4 MB tmpfs: run `sudo -E pytest`"
+    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(path)]
+    try:
+        subprocess.run(command, check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        if os.environ.get("CI") == "true":
+            pytest.fail(reason)
+        pytest.skip(reason)
+    yield path
+    subprocess.run(["umount", "-l", str(path)], check=True)

@@ -53,6 +53,15 @@ def workers_of(learner: int) -> dict[str, int]:
     return found
 
 
+def fill(path: Path) -> None:
+    with path.open("wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(b"\0" * 4096)
+        except OSError:
+            pass
+
+
 class Command:
     """One `regatta` process. Its output goes to files, so it can be read while the process runs."""
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from programs import SMALL, Recorder, lives, wait_until
+from programs import SMALL, Recorder, fill, lives, wait_until
 
 import regatta
 
@@ -81,30 +79,6 @@ def test_ctrl_c_in_the_terminal_reaches_the_learner_alone(start: Any, store: Pat
     assert run.status().status == "interrupted"
     assert run.status().restarts == 0
     assert run.checkpoint()[0].steps == run.status().steps
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    path = tmp_path / "disk"
-    path.mkdir()
-    reason = "needs root on Linux to mount a 4 MB tmpfs: run `sudo -E pytest tests/faults/test_learner.py`"
-    try:
-        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(path)], check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError):
-        if os.environ.get("CI") == "true":
-            pytest.fail(reason)
-        pytest.skip(reason)
-    yield path
-    subprocess.run(["umount", "-l", str(path)], check=True)
-
-
-def fill(path: Path) -> None:
-    with path.open("wb", buffering=0) as file:
-        try:
-            while True:
-                file.write(b"\0" * 4096)
-        except OSError:
-            pass
 
 
 def test_training_goes_on_with_a_full_disk(small_disk: Path, environments: None, tmp_path: Path) -> None:

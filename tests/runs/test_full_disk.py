@@ -2,43 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from programs import fill
 
 from regatta.runs.checkpoint import Checkpoint
 from regatta.runs.run import RunWriter, find_run
 from regatta.store.base import open_store
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    path = tmp_path / "disk"
-    path.mkdir()
-    reason = "needs root on Linux to mount a 4 MB tmpfs: run `sudo -E pytest tests/runs/test_full_disk.py`"
-    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(path)]
-    try:
-        subprocess.run(command, check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError):
-        if os.environ.get("CI") == "true":
-            pytest.fail(reason)
-        pytest.skip(reason)
-    yield path
-    subprocess.run(["umount", "-l", str(path)], check=True)
-
-
-def fill(path: Path) -> None:
-    with path.open("wb", buffering=0) as file:
-        try:
-            while True:
-                file.write(b"\0" * 4096)
-        except OSError:
-            pass
 
 
 def test_training_goes_on_with_a_full_disk(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
