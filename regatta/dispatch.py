@@ -212,7 +212,7 @@ class Dispatch:
         for lane, (result, arrays) in enumerate(results):
             if result.faults:
                 self._logs[lane] = LaneLog(origin=iteration + 1)
-            else:
+            elif self._settings.env.replay:
                 self._logs[lane].actions[iteration] = arrays["actions"].copy()  # a view would keep its frame alive
 
     def begin_epoch(self, iteration: int) -> None:
