@@ -53,6 +53,21 @@ REFERENCES = {
     "lander-continuous-ppo": Reference(271, 32, "rl-zoo PPO, 1 M"),
     "halfcheetah-ppo": Reference(5784, 1244, "Tianshou PPO, 1 M"),
     "reacher-ppo": Reference(-4.1, None, "Tianshou PPO, 1 M"),
+    "cartpole-partial-ppo": Reference(475, None, "Gymnasium's threshold, all seen"),
+    "pendulum-partial-ppo": Reference(-172, 104, "rl-zoo PPO, all seen, 100 k"),
+    "cartpole-trpo": Reference(500, 0, "rl-zoo TRPO, 100 k", bar=475),
+    "acrobot-trpo": Reference(-83, 19, "rl-zoo TRPO, 100 k", bar=-100),
+    "lander-continuous-trpo": Reference(262, 21, "rl-zoo TRPO, 200 k", bar=230),
+    "hopper-trpo": Reference(3372, 215, "sb3-contrib TRPO, 1 M"),
+    "pendulum-sac": Reference(-157, 89, "rl-zoo SAC, 20 k", bar=-200),
+    "mountaincar-continuous-sac": Reference(94.7, 1.1, "rl-zoo SAC, 50 k", bar=90),
+    "lander-continuous-sac": Reference(260, 66, "rl-zoo SAC, 500 k"),
+    "halfcheetah-sac": Reference(9635, 1424, "CleanRL SAC, 1 M"),
+    "cartpole-es": Reference(500, 0, "rl-zoo ARS, 50 k", bar=475),
+    "cartpole-cem": Reference(475, None, "Gymnasium's threshold"),
+    "lander-es": Reference(200, None, "Gymnasium's threshold"),
+    "lander-nevergrad": Reference(200, None, "Gymnasium's threshold"),
+    "inverted-pendulum-es": Reference(1000, None, "Salimans et al. 2017, 455 k"),
 }
 
 
@@ -218,7 +233,7 @@ def compact(seeds: list[int]) -> str:
 LEGEND = """\
 Each row: `python benchmarks/learning.py --presets SETTINGS --seeds SEEDS`. Every seed is one training from
 nothing; its final policy plays the episodes with its likeliest actions. The mean is over seeds, with Student's
-95 % interval; the bar is 475 for CartPole, elsewhere the reference's mean less its own deviation, where it has one.
+95 % interval; the bar is said with the count: where no other is set, the reference's mean less its own deviation.
 """
 
 

@@ -15,8 +15,8 @@ from typing import Any
 from rich.console import Console
 
 import regatta
+from regatta.account import Progress
 from regatta.cli.display import PanelDisplay
-from regatta.learner import Progress
 
 IMAGES = Path(__file__).parent / "images"
 PRESET = "cartpole-ppo"

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import signal
-import socket
 import sys
-import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,14 +14,18 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from regatta import config as configs
+from regatta import named
+from regatta.account import Progress
 from regatta.algorithms.base import Algorithm
 from regatta.codec import decode, encode
 from regatta.config import Config
 from regatta.errors import ConfigError, EnvError, Interrupted, RegattaError, UsageError
 from regatta.fleet.local import LocalFleet
 from regatta.fleet.supervisor import Supervisor
-from regatta.learner import Display, Learner, Progress
-from regatta.policies.policy import Policy, PolicySpec
+from regatta.interrupt import interruptible
+from regatta.learner import Display, Learner
+from regatta.policies.compiled import prepare_jax
+from regatta.policies.policy import Policy
 from regatta.rollout import envs
 from regatta.runs.agent import policy_of
 from regatta.runs.checkpoint import Checkpoint
@@ -165,7 +166,7 @@ def evaluate(
         raise UsageError(f"--episodes {episodes}: at least one is needed")
     run = find_run(open_store(store or default_location()), ref)
     config = _recorded_config(run, allow)
-    found, notes = run.checkpoint(checkpoint)
+    found, notes = run.checkpoint(checkpoint, blocks=False)
     for note in notes:
         (display or Silent()).say(note)
     policy, arrays = policy_of(found)
@@ -190,6 +191,7 @@ def _recorded_config(run: Run, allow: Collection[str]) -> Config:
     """A run's config, from a store that others may write to: it must not name code of just any module."""
     config = configs.from_json(msgspec.json.encode(run.config))
     envs.refuse_foreign(config.env, allow)
+    named.refuse_foreign("network.kind", config.network.kind, allow)
     return config
 
 
@@ -201,8 +203,7 @@ def _session(config: Config, site: Site) -> Iterator[tuple[Algorithm, LearnerEnd
     """Everything a learner needs, checked and started; all of it is gone afterwards."""
     workers = _worker_count(config, site)
     interface = envs.probe(config.env)
-    spec = PolicySpec(interface.obs_size, interface.action, config.network, config.algorithm.normalize_obs)
-    policy = Policy(spec)
+    policy = Policy(config.algorithm.policy(interface.obs, interface.action, interface.bounded, config.network))
     with threadpool_limits(1):
         if workers == 0 and site.listen is None:
             with _inline(_spec(config, policy)) as inline:
@@ -219,35 +220,9 @@ def _session(config: Config, site: Site) -> Iterator[tuple[Algorithm, LearnerEnd
 
 
 def _algorithm(config: Config, policy: Policy) -> Algorithm:
-    _prepare_jax()
+    prepare_jax()
     env, run = config.env, config.run
     return config.algorithm.build(policy, env.lanes, env.lane_envs, run.seed, run.steps)
-
-
-def _prepare_jax() -> None:
-    """Start JAX with one thread, and with compiled programs kept across runs.
-
-    A second thread of XLA's gains little on small networks and takes a core from the workers: measured with two
-    workers on two cores, 5 to 20 % of all steps. XLA reads NPROC once, when it starts.
-    """
-    nproc = os.environ.get("NPROC")
-    if "jax" not in sys.modules:
-        flags = os.environ.get("XLA_FLAGS", "")
-        if "xla_cpu_multi_thread_eigen" not in flags:
-            os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_multi_thread_eigen=false".strip()
-        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # its cache loader takes notes at every start
-        os.environ.setdefault("NPROC", "1")
-    import jax
-
-    jax.devices()
-    if nproc is None:
-        os.environ.pop("NPROC", None)
-    settings: Any = jax.config
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "regatta" / "xla"
-    if settings.jax_compilation_cache_dir is None:
-        settings.update("jax_compilation_cache_dir", str(cache))
-        settings.update("jax_persistent_cache_min_compile_time_secs", 0.2)
-        settings.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def _worker_count(config: Config, site: Site) -> int:
@@ -332,7 +307,7 @@ def _play(end: LearnerEnd, task: Play) -> list[Episode]:
 
 def _carry_through(learner: Learner, record: RunWriter) -> None:
     """Train to the end; whatever that end is, the record says so."""
-    with _interruptible(learner):
+    with interruptible(learner.request_stop):
         try:
             outcome = learner.train()
         except RegattaError as error:
@@ -341,7 +316,7 @@ def _carry_through(learner: Learner, record: RunWriter) -> None:
         except BaseException as error:
             record.close("failed", f"{type(error).__name__}: {error}")
             raise
-        record.status(weights_sha256=learner.weights_sha256, **learner.summary())
+        record.status(weights_sha256=learner.weights_sha256, **learner.progress.summary())
         saved = record.close("done" if outcome == "done" else "interrupted")
     if not saved:
         raise RegattaError(f"run {record.id} ended, but not everything could be saved: {record.saving().failing}")
@@ -349,44 +324,6 @@ def _carry_through(learner: Learner, record: RunWriter) -> None:
         raise Interrupted(
             f"interrupted and saved at step {learner.progress.steps:,}; go on with: regatta resume {record.id}"
         )
-
-
-@contextmanager
-def _interruptible(learner: Learner) -> Iterator[None]:
-    """The first Ctrl-C or SIGTERM asks the learner to save and stop, the second ends the process at once."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    numbers = (signal.SIGINT, signal.SIGTERM)
-
-    def interrupt(*_: object) -> None:
-        learner.stop_requested = True
-
-    def count() -> None:
-        # Python's own handlers wait until a compiled call returns, and then see two signals as one. The byte
-        # that the interpreter writes for each comes at once.
-        seen = 0
-        while data := reader.recv(64):
-            seen += sum(byte in numbers for byte in data)
-            if seen > 1:
-                os._exit(Interrupted.exit_code)  # workers notice by themselves: their leash is cut
-
-    reader, writer = socket.socketpair()
-    writer.setblocking(False)
-    counter = threading.Thread(target=count, name="regatta-signals", daemon=True)
-    counter.start()
-    wakeup = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-    previous = {number: signal.signal(number, interrupt) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-        signal.set_wakeup_fd(wakeup)
-        writer.close()
-        counter.join()
-        reader.close()
 
 
 def _texts(overrides: Mapping[str, Any] | Sequence[str]) -> list[str]:

@@ -8,7 +8,6 @@ at once before anything starts.
 from __future__ import annotations
 
 import difflib
-import math
 import re
 import tomllib
 from collections.abc import Iterator, Sequence
@@ -19,7 +18,11 @@ from typing import Any, get_type_hints
 
 import msgspec
 
+from regatta.algorithms.blackbox import BlackboxConfig
+from regatta.algorithms.es import ESConfig
 from regatta.algorithms.ppo import PPOConfig
+from regatta.algorithms.sac import SACConfig
+from regatta.algorithms.trpo import TRPOConfig
 from regatta.crew import CrewConfig
 from regatta.errors import ConfigError, nearest
 from regatta.knobs import Given, converted, described, fields, is_utf8, show
@@ -28,7 +31,14 @@ from regatta.policies.networks import NetworkConfig
 from regatta.rollout.envs import EnvConfig
 from regatta.runs.run import RunConfig
 
-ALGORITHMS: dict[str, type[PPOConfig]] = {"ppo": PPOConfig}
+AlgorithmConfig = PPOConfig | TRPOConfig | SACConfig | ESConfig | BlackboxConfig
+ALGORITHMS: dict[str, type[AlgorithmConfig]] = {
+    "ppo": PPOConfig,
+    "trpo": TRPOConfig,
+    "sac": SACConfig,
+    "es": ESConfig,
+    "blackbox": BlackboxConfig,
+}
 SECTIONS = ("env", "network", "algorithm", "run", "stop", "crew")
 
 
@@ -38,7 +48,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     preset: str  # the preset or algorithm it started from; empty for a file that names none
     env: EnvConfig
     network: NetworkConfig
-    algorithm: PPOConfig
+    algorithm: AlgorithmConfig
     run: RunConfig
     stop: StopConfig
     crew: CrewConfig
@@ -266,46 +276,13 @@ def check(config: Config) -> list[str]:
 
 def _crossed(config: Config) -> Iterator[tuple[set[str], str]]:
     """Each fault between knobs, after the knobs it depends on."""
-    env, ppo, run = config.env, config.algorithm, config.run
+    env, run = config.env, config.run
     if not env.id:
         yield {"env.id"}, "env.id is not set: add env.id=..., as in env.id=CartPole-v1"
-    sizes = {"env.lanes", "env.lane_envs", "algorithm.rollout_steps"}
-    samples = env.lanes * env.lane_envs * ppo.rollout_steps
-    product = (
-        f"{samples} samples an iteration (env.lanes {env.lanes} x env.lane_envs {env.lane_envs} x "
-        f"algorithm.rollout_steps {ppo.rollout_steps})"
-    )
-    if samples % ppo.minibatch:
-        fits = _nearest_divisor(samples, ppo.minibatch)
-        yield (
-            sizes | {"algorithm.minibatch"},
-            f"algorithm.minibatch = {ppo.minibatch}: it does not divide the {product}; algorithm.minibatch={fits} does",
-        )
-    if ppo.minibatch == 1 and ppo.normalize_advantages:
-        yield (
-            {"algorithm.minibatch", "algorithm.normalize_advantages"},
-            "algorithm.minibatch = 1: one sample's normalised advantage is always 0: nothing is learnt; "
-            "take a larger one or algorithm.normalize_advantages=false",
-        )
-    if run.steps < samples:
-        yield (
-            sizes | {"run.steps"},
-            f"run.steps = {run.steps}: too few for the {product}; run.steps={samples} is one iteration",
-        )
+    yield from config.algorithm.faults(config.network, env.lanes, env.lane_envs, run.steps)
 
 
-def _nearest_divisor(number: int, start: int) -> int:
-    if start >= number:
-        return number
-    # The bound keeps absurd sizes from searching for ever; 1 always divides.
-    for distance in range(min(start, 100_000)):
-        for divisor in (start - distance, start + distance):
-            if number % divisor == 0:
-                return divisor
-    return math.gcd(number, start)
-
-
-def _algorithm(given: Given | None, faults: list[str], complete: bool) -> type[PPOConfig] | None:
+def _algorithm(given: Given | None, faults: list[str], complete: bool) -> type[AlgorithmConfig] | None:
     valid = f"expected one of {', '.join(ALGORITHMS)}"
     if given is None:
         if complete:

@@ -17,6 +17,7 @@ FIRST_TIMEOUT_S = 60.0  # before any result has shown how long an order takes
 LEAST_TIMEOUT_S = 5.0
 TIMEOUT_FACTOR = 8.0  # a worker eight times slower than usual is late
 MAX_DOUBLINGS = 8
+QUEUED = 2  # orders given ahead to one worker where any other could take them: the next one is there when it is done
 
 
 class CrewConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -57,11 +58,15 @@ class _Worker(msgspec.Struct):
 
 
 class Crew:
-    """`eager`: a lane may move whenever that evens the load; otherwise only when nobody holds it."""
+    """`eager`: a lane may move whenever that evens the load; otherwise only when nobody holds it.
 
-    def __init__(self, config: CrewConfig, eager: bool = True) -> None:
+    `queued`: orders for lanes are given out as workers get to them, like orders for none, and not all at once.
+    """
+
+    def __init__(self, config: CrewConfig, eager: bool = True, queued: bool = False) -> None:
         self._config = config
         self._eager = eager
+        self._queued = queued
         self._orders: OrderedDict[int, _Order] = OrderedDict()
         self._workers: dict[int, _Worker] = {}
         self._pace_s: float | None = None  # seconds per unit of work, smoothed
@@ -166,7 +171,7 @@ class Crew:
                 continue
             worker = self._choose(order)
             if worker is None:
-                break
+                continue
             holder = self._workers[worker]
             fresh = order.lane is not None and order.lane not in holder.lanes
             if order.lane is not None and fresh:
@@ -220,10 +225,15 @@ class Crew:
             return None
         ready = {n: w for n, w in ready.items() if n not in order.failed_by} or ready
         if order.lane is None:
-            return min(ready, key=lambda n: (len(ready[n].orders), n))
+            least = min(ready, key=lambda n: (len(ready[n].orders), n))
+            return least if len(ready[least].orders) < QUEUED else None
+        chosen = self._holder(order.lane, ready)
+        return None if self._queued and len(ready[chosen].orders) >= QUEUED else chosen
+
+    def _holder(self, lane: int, ready: dict[int, _Worker]) -> int:
         least = min(ready, key=lambda n: (len(ready[n].lanes), n))
         for number, worker in ready.items():
-            if order.lane in worker.lanes:
+            if lane in worker.lanes:
                 uneven = len(worker.lanes) - len(ready[least].lanes) >= 2
                 return least if uneven and self._eager else number
         return least

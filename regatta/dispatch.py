@@ -18,10 +18,11 @@ from regatta.errors import CodecError, EnvError
 from regatta.fleet.base import Exited
 from regatta.fleet.supervisor import KILLED, Supervisor
 from regatta.policies.policy import Policy
+from regatta.rollout import population
 from regatta.rollout.envs import EnvConfig
 from regatta.rollout.lane import misfit
 from regatta.transport.base import Event, Joined, LearnerEnd, Left, Message
-from regatta.types import Array, Arrays, Collect, Failure, FromWorker, Order, Result, Task
+from regatta.types import Array, Arrays, Collect, Failure, FromWorker, Order, Result, Score, Task
 
 CRASHES_BEFORE_RESEED = 3  # a lane that crashes whoever replays it gets other seeds
 
@@ -50,6 +51,7 @@ class LaneLog(msgspec.Struct):
     origin: int = 0
     attempt: int = 0
     actions: dict[int, Array] = {}  # by iteration, [T, N, ...] each
+    states: dict[int, Array] = {}  # the policy's memory as an iteration begins, [N, S]
 
     def before(self, iteration: int) -> Array | None:
         """All actions up to where `iteration` begins, [S, N, ...]; None right after seeding."""
@@ -58,14 +60,24 @@ class LaneLog(msgspec.Struct):
 
 
 class Dispatch:
-    def __init__(self, settings: Settings, policy: Policy, end: LearnerEnd, supervisor: Supervisor) -> None:
+    """`free`: nothing waits for anything. Orders are done with the newest snapshot there is when they are given out,
+    and a lane that moves begins new episodes.
+    """
+
+    def __init__(
+        self, settings: Settings, policy: Policy, end: LearnerEnd, supervisor: Supervisor, free: bool = False
+    ) -> None:
         self._settings = settings
+        self._free = free
+        self._replays = settings.env.replay and not free
+        self.newest = 0  # the version of the last snapshot published
         self._policy = policy
         self._end = end
         self._supervisor = supervisor
-        self._crew = Crew(settings.crew, eager=settings.env.replay)
+        self._crew = Crew(settings.crew, eager=self._replays, queued=free)
         self._logs = [LaneLog() for _ in range(settings.env.lanes)]
         self._tasks: dict[int, Task] = {}
+        self._along: dict[int, Arrays] = {}  # by order: what its task takes along
         self._crashes: dict[int, int] = {}  # by order: how many workers crashed at it
         self._last_order: dict[str, int] = {}  # by worker: what it was at when it was lost
         self._results: dict[int, tuple[Result, Arrays]] = {}
@@ -77,10 +89,10 @@ class Dispatch:
 
     # -- orders and results -------------------------------------------------------------------------------
 
-    def order(self, tasks: list[Task]) -> list[int]:
+    def order(self, tasks: list[tuple[Task, Arrays]]) -> list[int]:
         """Have these done; the numbers of the orders, for `ready` and `take`."""
         orders = []
-        for task in tasks:
+        for task, along in tasks:
             lane = None
             if isinstance(task, Collect):
                 lane = task.lane
@@ -89,7 +101,8 @@ class Dispatch:
             number = self._next_order
             self._next_order += 1
             self._tasks[number] = task
-            self._crew.submit(number, lane, work=task.steps if isinstance(task, Collect) else 1.0)
+            self._along[number] = along
+            self._crew.submit(number, lane, work=_work(task))
             orders.append(number)
         self._send()
         return orders
@@ -120,11 +133,16 @@ class Dispatch:
     def _send(self) -> None:
         for assignment in self._crew.assign(time.monotonic()):
             task = self._tasks[assignment.order]
-            arrays: Arrays = {}
+            arrays = dict(self._along[assignment.order])
+            if self._free:
+                task = self._tasks[assignment.order] = msgspec.structs.replace(task, version=self.newest)
             if isinstance(task, Collect) and assignment.fresh and task.origin != task.iteration:
-                past = self._logs[task.lane].before(task.iteration)
-                if past is not None and self._settings.env.replay:
+                log = self._logs[task.lane]
+                past = log.before(task.iteration)
+                if past is not None and self._replays:
                     arrays["replay"] = past
+                    if task.iteration in log.states:
+                        arrays["state"] = log.states[task.iteration]
                     self._crew.add_work(assignment.order, len(past))
                 else:
                     task = self._reseed(assignment.order, task)
@@ -159,20 +177,33 @@ class Dispatch:
 
     def _accept(self, worker: int, result: Result, arrays: Arrays) -> None:
         task = self._tasks.get(result.order)
-        if isinstance(task, Collect):
-            wrong = misfit(arrays, task, self._policy, self._settings.env.lane_envs)
-            if wrong or result.version != task.version:
+        if task is not None:
+            wrong = self._misfit(task, result, arrays)
+            if wrong or (result.version != task.version and not self._free):
                 text = wrong or f"snapshot {result.version}, ordered was {task.version}"
                 self._fail(worker, Failure(result.order, f"the result does not fit its order: {text}"))
                 return
         if not self._crew.result(worker, result.order, time.monotonic()):
             return
-        del self._tasks[result.order]
+        del self._tasks[result.order], self._along[result.order]
         self._crashes.pop(result.order, None)
         self._results[result.order] = (result, arrays)
         self._supervisor.healthy(self._names[worker])
+        self._steps[self._names[worker]] += result.steps
+
+    def _misfit(self, task: Task, result: Result, arrays: Arrays) -> str | None:
+        """What is wrong with a result, or None: bytes from a socket are not trusted."""
         if isinstance(task, Collect):
-            self._steps[self._names[worker]] += arrays["rewards"].size
+            wrong, steps = misfit(arrays, task, self._policy, self._settings.env.lane_envs), task.steps
+            steps *= self._settings.env.lane_envs
+        elif isinstance(task, Score):
+            wrong = population.misfit(arrays, task, self._policy)
+            steps = 0 if wrong else int(arrays["lengths"].sum())
+        else:
+            return None
+        if result.lane != (task.lane if isinstance(task, Collect) else -1):
+            return f"lane {result.lane}"
+        return wrong or (f"{result.steps} steps, expected {steps}" if result.steps != steps else None)
 
     def _fail(self, worker: int, failure: Failure) -> None:
         failures = self._crew.failed(worker, failure.order, time.monotonic())
@@ -210,10 +241,15 @@ class Dispatch:
         A lane in which an environment was replaced cannot be replayed, so it begins new episodes, in every run alike.
         """
         for lane, (result, arrays) in enumerate(results):
+            if "actions" not in arrays:
+                continue  # no lane's
             if result.faults:
                 self._logs[lane] = LaneLog(origin=iteration + 1)
-            elif self._settings.env.replay:
-                self._logs[lane].actions[iteration] = arrays["actions"].copy()  # a view would keep its frame alive
+            elif self._replays:
+                log = self._logs[lane]
+                log.actions[iteration] = arrays["actions"].copy()  # a view would keep its frame alive
+                if "last_state" in arrays:
+                    log.states = {iteration: arrays["state"].copy(), iteration + 1: arrays["last_state"].copy()}
 
     def begin_epoch(self, iteration: int) -> None:
         """All lanes are seeded anew at `iteration`; nothing before it is needed any more."""
@@ -239,13 +275,17 @@ class Dispatch:
             past = log.before(iteration)
             if past is not None:
                 arrays[f"{lane}/actions"] = past
+            if iteration in log.states:
+                arrays[f"{lane}/state"] = log.states[iteration]
         return [{"origin": log.origin, "attempt": log.attempt} for log in self._logs], arrays
 
     def restore(self, iteration: int, lanes: list[dict[str, int]], arrays: Arrays) -> None:
         for lane, log in enumerate(lanes):
             actions = arrays.get(f"{lane}/actions")
             past = {} if actions is None else {iteration - 1: actions}
-            self._logs[lane] = LaneLog(log["origin"], log["attempt"], past)
+            state = arrays.get(f"{lane}/state")
+            states = {} if state is None else {iteration: state}
+            self._logs[lane] = LaneLog(log["origin"], log["attempt"], past, states)
 
     # -- what is so ---------------------------------------------------------------------------------------
 
@@ -268,3 +308,10 @@ class Dispatch:
     @property
     def dropped(self) -> int:
         return self._crew.dropped + self._end.counters["frames_rejected"]
+
+
+def _work(task: Task) -> float:
+    """How much it is, in a measure that compares tasks of one kind."""
+    if isinstance(task, Collect):
+        return task.steps
+    return float(task.count * task.episodes) if isinstance(task, Score) else float(task.episodes)

@@ -7,30 +7,30 @@ record. What is random or timed about workers ends here: results are used in the
 from __future__ import annotations
 
 import hashlib
-import math
 import time
-from collections import deque
-from typing import Annotated, Any, Literal, Protocol
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Annotated, Literal, Protocol
 
 import msgspec
 import numpy as np
 from msgspec import Meta
 
 from regatta import dispatch
+from regatta.account import RETURN_WINDOW, Account, Progress, Results, taken
 from regatta.algorithms.base import Algorithm, Metrics
 from regatta.codec import encode
-from regatta.dispatch import Dispatch, WorkerView
-from regatta.errors import EnvError, NonFinite, RegattaError
+from regatta.dispatch import Dispatch
+from regatta.errors import NonFinite, RegattaError
 from regatta.fleet.supervisor import Supervisor
 from regatta.runs.checkpoint import Checkpoint
 from regatta.runs.run import Run, RunConfig, RunWriter
 from regatta.transport.base import LearnerEnd
-from regatta.types import Arrays, Episode, Fault, Result, Snapshot, SnapshotHeader
+from regatta.types import Arrays, Snapshot, SnapshotHeader
 
-RETURN_WINDOW = 100  # episodes in return_mean
 MAX_NON_FINITE = 3  # updates in a row before the run ends
-MAX_FAULTY_ITERATIONS = 20  # iterations in a row in which environments fail before the run ends
 SHOW_EVERY_S = 0.1
+REMEMBERED_VERSIONS = 10_000  # whose time of publication is known, to tell the age of data
+LEARNING_POLL_S = 0.002  # while a thread learns, whose end wakes nobody
 MAX_WARNINGS = 50  # kept in the run record
 
 
@@ -55,30 +55,6 @@ class Settings(dispatch.Settings, Protocol):
     def stop(self) -> StopConfig: ...
 
 
-class Progress(msgspec.Struct):
-    """Where the run stands; what displays show and the last line of `--json` says."""
-
-    total_steps: int
-    steps: int = 0
-    iterations: int = 0
-    episodes: int = 0
-    return_mean: float | None = None
-    length_mean: float | None = None
-    wall_s: float = 0.0
-    steps_per_s: float = 0.0
-    learn_s: float = 0.0  # learning, waiting for results, and the workers' own time, all summed
-    wait_s: float = 0.0
-    collect_s: float = 0.0
-    restarts: int = 0
-    results_dropped: int = 0
-    env_faults: int = 0
-    non_finite: int = 0
-    workers: list[WorkerView] = []
-    curve: list[float] = []  # return_mean over the run, for a small curve
-    phase: str = "starting"
-    saving: str | None = None  # why the record cannot be saved at the moment
-
-
 class Display(Protocol):
     def opened(self, run: Run) -> None: ...
     def show(self, progress: Progress) -> None: ...
@@ -98,42 +74,40 @@ class Learner:
         self._settings = settings
         self._algorithm = algorithm
         self._end = end
-        self._dispatch = Dispatch(settings, algorithm.policy, end, supervisor)
+        self._free = algorithm.staleness == "free"
+        self._dispatch = Dispatch(settings, algorithm.policy, end, supervisor, self._free)
         self._record = record
         self._display = display
         self._snapshots: dict[int, Snapshot] = {}  # what outstanding and coming orders are done with
-        self._window: deque[Episode] = deque(maxlen=RETURN_WINDOW)
-        self._last_fault: Fault | None = None
-        self._env_faults = 0
-        self._faulty_iterations = 0
+        self._account = Account(algorithm.total_steps)
         self._non_finite_row = 0
         self._warnings: list[str] = []
         self._phase = ""
         self._shown_at = 0.0
-        self._totals: dict[str, float] = {}
-        self._started = time.monotonic()
-        self._wall_before = 0.0
-        self._first_update: tuple[float, int] | None = None
         self.iteration = 0
         self.stop_requested = False
-        self.progress = Progress(total_steps=algorithm.total_iterations * algorithm.steps_per_iteration)
+        self._published_at: dict[int, float] = {}  # by version
+        self._next_chunk = 0  # under "free": a number no lane has used yet
 
     @property
-    def checkpoint_period(self) -> int:
-        """Iterations between checkpoints; there the overlap is drained and all lanes are seeded anew."""
-        return math.ceil(self._settings.run.checkpoint_every / self._algorithm.steps_per_iteration)
+    def progress(self) -> Progress:
+        return self._account.progress
+
+    def request_stop(self) -> None:
+        """Save and end as soon as can be."""
+        self.stop_requested = True
 
     # -- the loop -----------------------------------------------------------------------------------------
 
     def train(self) -> str:
         """Run to the budget, a stop condition or an interrupt; 'done' or 'interrupted'. The last state is saved."""
-        self._started = time.monotonic()
+        self._account.begin()
         if self.iteration not in self._snapshots:
             self._snapshots[self.iteration] = self._algorithm.snapshot(self.iteration)
         for snapshot in self._snapshots.values():
             self._publish(snapshot)
         try:
-            self._loop()
+            self._loop_free() if self._free else self._loop()
         except RegattaError:
             self._checkpoint("interrupt")  # whatever ended the run, what it had learned is kept
             raise
@@ -152,19 +126,73 @@ class Learner:
             if not results:
                 return
             self._dispatch.remember(self.iteration, results)
-            ahead = self._order(self.iteration + 1) if self._may_overlap() else []
+            boundary = self._crosses_boundary(results)
+            ahead = self._order(self.iteration + 1) if self._may_overlap(results, boundary) else []
             metrics = self._learn(results)
             self.iteration += 1
             self._publish(self._algorithm.snapshot(self.iteration))
             self._note(results, metrics)
             if self._finished():
                 return
-            if self.iteration % self.checkpoint_period == 0:  # also when about to stop: a resumed run goes on alike
+            if boundary:  # also when about to stop: a resumed run goes on alike
                 self._begin_epoch()
                 self._checkpoint("boundary")
             if self.stop_requested:
                 return
             orders = ahead or self._order(self.iteration)
+
+    def _loop_free(self) -> None:
+        """Every lane always has an order; what has come is learned from in a thread, and nobody waits for that."""
+        if self._finished():
+            return
+        self._dispatch.begin_epoch(self._next_chunk)
+        first = self._algorithm.tasks(self._next_chunk, self.iteration)
+        chunks = [self._next_chunk] * len(first)
+        lanes = {order: lane for lane, order in enumerate(self._dispatch.order(first))}
+        come: Results = []
+        learning: Future[Metrics] | None = None
+        used: Results = []
+        with ThreadPoolExecutor(1, "regatta-learn") as thread:
+            while True:
+                self._dispatch.pump(SHOW_EVERY_S if learning is None else LEARNING_POLL_S)
+                for order in [order for order in lanes if self._dispatch.ready([order])]:
+                    lane = lanes.pop(order)
+                    come += self._dispatch.take([order])
+                    chunks[lane] += 1
+                    self._next_chunk = max(self._next_chunk, chunks[lane] + 1)
+                    task = self._algorithm.tasks(chunks[lane], self.iteration)[lane]
+                    lanes[self._dispatch.order([task])[0]] = lane
+                self._show()
+                if learning is not None and learning.done():
+                    self._learned_freely(used, learning.result())
+                    learning = None
+                    if self._finished():
+                        return
+                if learning is None and self.stop_requested:
+                    return
+                if learning is None and come:
+                    used, come = come, []
+                    learning = thread.submit(self._learn, used)
+
+    def _learned_freely(self, results: Results, metrics: Metrics) -> None:
+        versions = [result.version for result, _ in results]
+        first = next(iter(self._published_at.values()))  # stands for all that is older
+        published = [self._published_at.get(version, first) for version in versions]
+        age = {
+            "age_versions": float(np.mean([self.iteration - version for version in versions])),
+            "age_s": time.monotonic() - float(np.mean(published)),
+        }
+        boundary = self._crosses_boundary(results)
+        self.iteration += 1
+        self._publish(self._algorithm.snapshot(self.iteration))
+        self._note(results, metrics | age)
+        if boundary and not self._finished():
+            self._checkpoint("boundary")
+
+    def _crosses_boundary(self, results: Results) -> bool:
+        """Whether these steps reach the next checkpoint; there the overlap is drained and all lanes are seeded anew."""
+        every, steps = self._settings.run.checkpoint_every, self.progress.steps
+        return (steps + taken(results)) // every > steps // every
 
     @property
     def weights_sha256(self) -> str:
@@ -172,30 +200,20 @@ class Learner:
 
     def _finished(self) -> bool:
         stop = self._settings.stop
-        if self.iteration >= self._algorithm.total_iterations:
+        if self.progress.steps >= self._algorithm.total_steps:
             return True
-        if stop.wall_s is not None and time.monotonic() - self._started + self._wall_before >= stop.wall_s:
+        if stop.wall_s is not None and self._account.wall_s >= stop.wall_s:
             return True
-        mean = self.progress.return_mean
-        return (
-            stop.return_mean is not None
-            and mean is not None
-            and len(self._window) == RETURN_WINDOW
-            and mean >= stop.return_mean
-        )
+        return stop.return_mean is not None and self._account.reached(stop.return_mean)
 
-    def _may_overlap(self) -> bool:
-        following = self.iteration + 1
-        return (
-            self._algorithm.staleness > 0
-            and following < self._algorithm.total_iterations
-            and following % self.checkpoint_period != 0
-        )
+    def _may_overlap(self, results: Results, boundary: bool) -> bool:
+        last = self.progress.steps + taken(results) >= self._algorithm.total_steps
+        return self._algorithm.staleness == 1 and not last and not boundary
 
-    def _learn(self, results: list[tuple[Result, Arrays]]) -> Metrics:
+    def _learn(self, results: Results) -> Metrics:
         started = time.perf_counter()
         try:
-            behaviour = self._snapshots[results[0][0].version]
+            behaviour = self._snapshots[self.iteration if self._free else results[0][0].version]
             metrics = self._algorithm.update(self.iteration, results, behaviour)
             self._non_finite_row = 0
         except NonFinite as error:
@@ -209,7 +227,12 @@ class Learner:
         return metrics
 
     def _publish(self, snapshot: Snapshot) -> None:
-        recent = {v: s for v, s in self._snapshots.items() if v >= snapshot.version - self._algorithm.staleness}
+        overlap = 1 if self._algorithm.staleness == 1 else 0
+        recent = {v: s for v, s in self._snapshots.items() if v >= snapshot.version - overlap}
+        self._published_at[snapshot.version] = time.monotonic()
+        if len(self._published_at) > REMEMBERED_VERSIONS:
+            del self._published_at[next(iter(self._published_at))]
+        self._dispatch.newest = snapshot.version
         self._snapshots = recent | {snapshot.version: snapshot}
         self._end.publish(snapshot.version, encode(SnapshotHeader(snapshot.version), snapshot.arrays))
 
@@ -221,11 +244,11 @@ class Learner:
 
     def _order(self, iteration: int) -> list[int]:
         """Order an iteration's tasks with the snapshot its tempo says: under overlap, the one before."""
-        overlapped = iteration - self._algorithm.staleness
-        version = overlapped if overlapped in self._snapshots else iteration
+        overlapped = iteration - 1
+        version = overlapped if self._algorithm.staleness == 1 and overlapped in self._snapshots else iteration
         return self._dispatch.order(self._algorithm.tasks(iteration, version))
 
-    def _gather(self, orders: list[int]) -> list[tuple[Result, Arrays]]:
+    def _gather(self, orders: list[int]) -> Results:
         """Wait until every order has its result; nothing if a stop is requested meanwhile."""
         started = time.perf_counter()
         while not self._dispatch.ready(orders):
@@ -238,82 +261,16 @@ class Learner:
 
     # -- the record ---------------------------------------------------------------------------------------
 
-    def _note(self, results: list[tuple[Result, Arrays]], metrics: Metrics) -> None:
+    def _note(self, results: Results, metrics: Metrics) -> None:
         """Everything an iteration leaves in the run record."""
-        now = time.monotonic()
-        progress = self.progress
-        progress.iterations = self.iteration
-        progress.steps = self.iteration * self._algorithm.steps_per_iteration
-        rows = []
-        faults: list[Fault] = []
-        for lane, (result, _) in enumerate(results):
-            progress.collect_s += result.seconds
-            faults += result.faults
-            for episode in sorted(result.episodes, key=lambda e: (e.step, e.env)):
-                self._window.append(episode)
-                rows.append(
-                    {
-                        "iteration": self.iteration,
-                        "steps": progress.steps,
-                        "lane": lane,
-                        "env": episode.env,
-                        "return": episode.score,
-                        "length": episode.length,
-                    }
-                )
-        progress.episodes += len(rows)
-        self._average()
-        progress.wall_s = self._wall_before + now - self._started
-        if self._first_update is None:
-            self._first_update = (now, progress.steps)
-        elif now > self._first_update[0]:
-            progress.steps_per_s = (progress.steps - self._first_update[1]) / (now - self._first_update[0])
+        rows = self._account.take_in(self.iteration, results)
         if rows:
             self._record.episodes(rows)
-        self._record.metrics(self._row(metrics))
-        self._note_faults(faults)
+        self._record.metrics(self._account.row(metrics))
+        failed = self._account.blame(results)
+        if failed:
+            self._say(failed)
         self._show()
-
-    def _average(self) -> None:
-        if self._window:
-            self.progress.return_mean = float(np.mean([episode.score for episode in self._window]))
-            self.progress.length_mean = float(np.mean([episode.length for episode in self._window]))
-
-    def _row(self, metrics: Metrics) -> dict[str, Any]:
-        progress = self.progress
-        return {
-            "iteration": progress.iterations,
-            "steps": progress.steps,
-            "episodes": progress.episodes,
-            "wall_s": progress.wall_s,
-            "return_mean": progress.return_mean,
-            "length_mean": progress.length_mean,
-            "steps_per_s": progress.steps_per_s,
-            **self._spent(),
-            **metrics,
-        }
-
-    def _spent(self) -> dict[str, float]:
-        """Where this iteration's time went."""
-        totals = {name: getattr(self.progress, name) for name in ("learn_s", "wait_s", "collect_s")}
-        spent = {name: total - self._totals.get(name, 0.0) for name, total in totals.items()}
-        self._totals = totals
-        return spent
-
-    def _note_faults(self, faults: list[Fault]) -> None:
-        self._faulty_iterations = self._faulty_iterations + 1 if faults else 0
-        if not faults:
-            return
-        self._env_faults += len(faults)
-        first = self._last_fault is None or self._last_fault.text != faults[-1].text
-        self._last_fault = faults[-1]
-        if first:
-            where = f"lane {faults[-1].lane}, environment {faults[-1].env}"
-            self._say(f"{where} failed and was replaced:\n{faults[-1].text}")
-        if self._faulty_iterations >= MAX_FAULTY_ITERATIONS:
-            raise EnvError(
-                f"environments failed in {MAX_FAULTY_ITERATIONS} iterations in a row; the last:\n{faults[-1].text}"
-            )
 
     def _show(self, force: bool = False) -> None:
         now = time.monotonic()
@@ -321,45 +278,27 @@ class Learner:
             return
         self._shown_at = now
         progress = self.progress
-        progress.wall_s = self._wall_before + now - self._started
+        progress.wall_s = self._account.wall_s
         progress.restarts = self._dispatch.restarts
-        progress.env_faults = self._env_faults + self._dispatch.failures
+        progress.env_faults = self._account.env_faults + self._dispatch.failures
         progress.results_dropped = self._dispatch.dropped
         progress.workers = self._dispatch.workers()
         progress.phase = self._phase or self._activity()
-        if progress.return_mean is not None:
-            progress.curve.append(progress.return_mean)
-            if len(progress.curve) > 400:
-                progress.curve = progress.curve[::2]
+        self._account.draw()
         for text in (*self._dispatch.notes(), *self._record.warnings()):
             self._say(text)
         progress.saving = self._record.saving().failing
-        self._record.status(warnings=self._warnings, **self.summary())
+        self._record.status(warnings=self._warnings, **progress.summary())
         self._display.show(progress)
 
     def _activity(self) -> str:
         if not self.progress.workers:
             return "waiting for workers"
-        return "training" if self._first_update else "compiling"
+        return "training" if self._account.learning else "compiling"
 
     def _say(self, text: str) -> None:
         self._warnings = [*self._warnings[-MAX_WARNINGS + 1 :], text]
         self._display.say(text)
-
-    def summary(self) -> dict[str, Any]:
-        """The figures of the run record's status, also the last line of `--json`."""
-        progress = self.progress
-        return {
-            "steps": progress.steps,
-            "iterations": progress.iterations,
-            "episodes": progress.episodes,
-            "return_mean": progress.return_mean,
-            "wall_s": round(progress.wall_s, 3),
-            "steps_per_s": round(progress.steps_per_s, 1),
-            "workers": len(progress.workers),
-            "restarts": progress.restarts,
-            "results_dropped": progress.results_dropped,
-        }
 
     # -- checkpoints --------------------------------------------------------------------------------------
 
@@ -370,20 +309,20 @@ class Learner:
         for version, snapshot in self._snapshots.items():
             arrays |= {f"snapshots/{version}/{name}": array for name, array in snapshot.arrays.items()}
         progress = self.progress
-        state = {
-            "episodes": progress.episodes,
-            "wall_s": progress.wall_s,
-            "env_faults": progress.env_faults,
-            "window": [msgspec.to_builtins(e) for e in self._window],
+        state = self._account.state() | {
             "lanes": lanes,
             "snapshots": list(self._snapshots),
             "policy": msgspec.to_builtins(self._algorithm.policy.spec),
             "weights_sha256": self.weights_sha256,
+            "next_chunk": self._next_chunk,
         }
-        self._record.checkpoint(Checkpoint(self.iteration, progress.steps, arrays, state, progress.return_mean, kind))
+        blocks = {f"algorithm/{name}": arrays for name, arrays in self._algorithm.blocks().items()}
+        self._record.checkpoint(
+            Checkpoint(self.iteration, progress.steps, arrays, state, progress.return_mean, kind, blocks)
+        )
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Go on from a checkpoint; called before `train`."""
+        """Go on from a checkpoint, whose arrays are used up by it; called before `train`."""
         self._algorithm.load(_under("algorithm/", checkpoint.arrays))
         state = checkpoint.state
         self.iteration = checkpoint.iteration
@@ -391,17 +330,15 @@ class Learner:
             version: Snapshot(version, _under(f"snapshots/{version}/", checkpoint.arrays))
             for version in state["snapshots"]
         }
-        self._window.extend(msgspec.convert(e, Episode) for e in state["window"])
         self._dispatch.restore(checkpoint.iteration, state["lanes"], _under("lanes/", checkpoint.arrays))
-        self._wall_before = state["wall_s"]
-        progress = self.progress
-        progress.iterations, progress.steps = checkpoint.iteration, checkpoint.steps
-        progress.episodes, self._env_faults = state["episodes"], state["env_faults"]
-        self._average()
+        self._account.load(checkpoint.iteration, checkpoint.steps, state)
+        self._next_chunk = state["next_chunk"]
 
 
 def _under(prefix: str, arrays: Arrays) -> Arrays:
-    return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
+    """Taken out, not copied: a replay memory fills the machine's, and must not stand in it twice."""
+    names = [name for name in arrays if name.startswith(prefix)]
+    return {name.removeprefix(prefix): arrays.pop(name) for name in names}
 
 
 def fingerprint(snapshot: Snapshot) -> str:

@@ -10,7 +10,10 @@ from typing import Final
 
 import numpy as np
 
-_PURPOSES: Final = {"init": 1, "reset": 2, "action": 3, "minibatch": 4, "play": 5}
+_PURPOSES: Final = {
+    "init": 1, "reset": 2, "action": 3, "minibatch": 4, "play": 5,
+    "table": 6, "member": 7, "score": 8, "replay": 9, "search": 10,
+}
 
 
 def stream(seed: int, purpose: str, *numbers: int) -> np.random.Generator:

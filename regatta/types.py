@@ -5,7 +5,7 @@ What crosses a process boundary is one small typed header from this file plus na
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -18,7 +18,8 @@ class Collect(msgspec.Struct, frozen=True, tag="collect"):
     """Step lane `lane` `steps` times with snapshot `version`.
 
     A worker that does not hold the lane as it stood at the end of iteration `iteration - 1` rebuilds it:
-    seed it as at iteration `origin`, then replay the actions in the order's `replay` array  [S, N, ...].
+    seed it as at iteration `origin`, then replay the actions in the order's `replay` array  [S, N, ...]; the
+    memory of a recurrent policy comes along as `state` [N, S].
     """
 
     lane: int
@@ -27,6 +28,24 @@ class Collect(msgspec.Struct, frozen=True, tag="collect"):
     steps: int
     origin: int
     attempt: int = 0  # > 0 after the lane's environments failed here: other seeds, so other luck
+
+
+class Score(msgspec.Struct, frozen=True, tag="score"):
+    """Play `episodes` whole episodes with each of `count` members of a population, from number `first` on.
+
+    A member's parameters are the snapshot's plus `sigma` times the noise its number stands for (`policies/noise.py`),
+    or, where they cannot be told from a number, its row in the order's `members` array  [count, P].
+    """
+
+    generation: int
+    version: int
+    first: int
+    count: int
+    episodes: int
+    sigma: float
+    mirrored: bool  # members 2k and 2k + 1 share noise, with opposite signs, and environment seeds
+    seeding: Literal["fresh", "generation", "fixed"]  # environment seeds: per pair, per generation, once and for all
+    action_noise: float = 0.0  # deviation of what is added to continuous actions
 
 
 class Play(msgspec.Struct, frozen=True, tag="play"):
@@ -38,7 +57,7 @@ class Play(msgspec.Struct, frozen=True, tag="play"):
     deterministic: bool = True
 
 
-Task = Collect | Play
+Task = Collect | Play | Score
 
 
 class Order(msgspec.Struct, frozen=True, tag="order"):
@@ -69,15 +88,20 @@ class Result(msgspec.Struct, frozen=True, tag="result"):
     """What came of an order; the arrays beside it depend on the task.
 
     Collect: obs [T, N, ...]  last_obs [N, ...]  actions [T, N, ...]  rewards [T, N]  terminated [T, N]
-             truncated [T, N]  valid [T, N]  final_obs [K, ...]  final_index [K, 2] (t, env), and mask [T, N, A]
+             truncated [T, N]  valid [T, N]  final_obs [K, ...]  final_index [K, 2] (t, env), and where the policy
+             has them mask [T, N, A]  state, last_state [N, S]  final_state [K, S]
+    Score:   scores [M, E]  lengths [M, E], and where observations are normalised their moments over all steps:
+             obs/count [1]  obs/mean, obs/m2 [...]
     Play:    none; the episodes say it all.
     """
 
     order: int
     version: int
+    steps: int  # taken in environments
     episodes: list[Episode]
     faults: list[Fault]
     seconds: float
+    lane: int = -1  # whose chunk it is; -1: nobody's
 
 
 class Failure(msgspec.Struct, frozen=True, tag="failure"):

@@ -17,16 +17,18 @@ from collections.abc import Collection
 import msgspec
 from threadpoolctl import threadpool_limits
 
+from regatta import named
 from regatta.codec import decode, encode
 from regatta.errors import CodecError, ConfigError, TransportError
 from regatta.fleet.local import give_way, leash, watch_leash
-from regatta.policies.policy import Policy, PolicySpec
+from regatta.policies.policy import Act, Policy, PolicySpec
 from regatta.rollout.envs import EnvConfig, refuse_foreign
 from regatta.rollout.episodes import play
-from regatta.rollout.lane import Act, Lane
+from regatta.rollout.lane import Lane
+from regatta.rollout.population import Population
 from regatta.rollout.watch import Watch
 from regatta.transport.base import Goodbye, WorkerEnd, connect
-from regatta.types import Arrays, Collect, Failure, Order, Play, Result, SnapshotHeader
+from regatta.types import Arrays, Collect, Episode, Failure, Fault, Order, Play, Result, Score, SnapshotHeader, Task
 
 TOKEN_ENV = "REGATTA_TOKEN"
 IDLE_S = 1.0
@@ -54,11 +56,14 @@ class Worker:
             ) from error
         if modules is not None:
             refuse_foreign(spec.env, modules)
+            named.refuse_foreign("network.kind", spec.policy.network.kind, modules)
         self._end = end
         self._env = spec.env
         self._policy = Policy(spec.policy)
         self._seed = spec.seed
         self._lanes: dict[int, Lane] = {}
+        self._population: Population | None = None
+        self._snapshot: tuple[int, Arrays] = (-1, {})
         self._act: tuple[int, Act] | None = None
         self._order = -1
         self._watch = Watch(spec.env.step_timeout_s, self._last_words)
@@ -86,8 +91,7 @@ class Worker:
         except (TransportError, ConfigError):
             raise  # the learner made this environment before: what is missing is missing here, so this worker leaves
         except Exception:
-            if isinstance(order.task, Collect) and (lane := self._lanes.pop(order.task.lane, None)):
-                lane.close()
+            self._abandon(order.task)
             reply = encode(Failure(order.id, traceback.format_exc()))
         self._end.send(reply)
 
@@ -95,21 +99,52 @@ class Worker:
         task = order.task
         if isinstance(task, Play):
             episodes = play(task, self._env, self._policy, self._acting(task.version), self._watch)
-            return encode(Result(order.id, task.version, episodes, [], time.perf_counter() - started))
+            return self._result(order, sum(e.length for e in episodes), episodes, [], started)
+        if isinstance(task, Score):
+            if self._population is None:
+                self._population = Population(self._env, self._policy, self._seed, self._watch)
+            scored, episodes, faults = self._population.score(task, self._arrays(task.version), arrays.get("members"))
+            return self._result(order, int(scored["lengths"].sum()), episodes, faults, started, scored)
         lane = self._lanes.get(task.lane)
         if lane is None:
             lane = self._lanes[task.lane] = Lane(task.lane, self._env, self._policy, self._seed, self._watch)
-        lane.place(task, arrays.get("replay"))
+        lane.place(task, arrays.get("replay"), arrays.get("state"))
         chunk, episodes, faults = lane.collect(task, self._acting(task.version))
-        return encode(Result(order.id, task.version, episodes, faults, time.perf_counter() - started), chunk)
+        return self._result(order, chunk["rewards"].size, episodes, faults, started, chunk)
 
-    def _acting(self, version: int) -> Act:
-        if self._act is None or self._act[0] != version:
+    def _result(
+        self,
+        order: Order,
+        steps: int,
+        episodes: list[Episode],
+        faults: list[Fault],
+        started: float,
+        arrays: Arrays | None = None,
+    ) -> bytes:
+        seconds = time.perf_counter() - started
+        lane = order.task.lane if isinstance(order.task, Collect) else -1
+        return encode(Result(order.id, order.task.version, steps, episodes, faults, seconds, lane), arrays)
+
+    def _arrays(self, version: int) -> Arrays:
+        if self._snapshot[0] != version:
             header, arrays = decode(self._end.snapshot(version), SnapshotHeader)
             if header.version != version:
                 raise CodecError(f"asked for snapshot {version}, got {header.version}")
-            self._act = (version, self._policy.player(arrays))
+            self._snapshot = (version, arrays)
+        return self._snapshot[1]
+
+    def _acting(self, version: int) -> Act:
+        if self._act is None or self._act[0] != version:
+            self._act = (version, self._policy.player(self._arrays(version)))
         return self._act[1]
+
+    def _abandon(self, task: Task) -> None:
+        """What an order failed in is in an unknown state."""
+        if isinstance(task, Collect) and (lane := self._lanes.pop(task.lane, None)):
+            lane.close()
+        if isinstance(task, Score) and self._population is not None:
+            self._population.close()
+            self._population = None
 
     def _last_words(self, text: str) -> None:
         """Called by the watch while the main thread is stuck inside an environment, so the end is ours."""
@@ -121,6 +156,8 @@ class Worker:
         for lane in self._lanes.values():
             lane.close()
         self._lanes.clear()
+        if self._population is not None:
+            self._population.close()
         self._watch.close()
         self._end.close()
 

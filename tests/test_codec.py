@@ -44,7 +44,7 @@ def described(*entries: tuple[str, str, tuple[int, ...]], data: bytes = b"") -> 
 
 def result_frame() -> bytes:
     rng = np.random.default_rng(0)
-    header = Result(7, 3, [Episode(0, 2, 1.5, 9)], [Fault(1, 0, "Traceback: é")], 0.25)
+    header = Result(7, 3, 12, [Episode(0, 2, 1.5, 9)], [Fault(1, 0, "Traceback: é")], 0.25)
     return encode(
         header,
         {
@@ -93,7 +93,7 @@ def test_layouts_that_are_not_plain_c_order() -> None:
     [
         (Order(1, Collect(0, 2, 3, 4, 5, attempt=1)), Order),
         (Order(2, Play(1, 10, 2**31, deterministic=False)), Order),
-        (Result(1, 2, [Episode(0, 1, -0.5, 3)], [Fault(0, 1, "x")], 1.0), FromWorker),
+        (Result(1, 2, 5, [Episode(0, 1, -0.5, 3)], [Fault(0, 1, "x")], 1.0), FromWorker),
         (Failure(3, "no"), FromWorker),
         (SnapshotHeader(2**60), SnapshotHeader),
     ],

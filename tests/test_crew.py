@@ -12,6 +12,7 @@ from regatta.crew import (
     FIRST_TIMEOUT_S,
     LEAST_TIMEOUT_S,
     MAX_DOUBLINGS,
+    QUEUED,
     TIMEOUT_FACTOR,
     Assignment,
     Crew,
@@ -25,10 +26,10 @@ ORDERS = st.integers(0, 30)  # some of them never submitted
 class AnyCrew(RuleBasedStateMachine):
     """Workers join, leave, hang, answer, repeat, fail and lie; the model keeps who may still be believed."""
 
-    @initialize(eager=st.booleans(), timeout_s=st.sampled_from([None, 0.5, 7.0]))
-    def start(self, eager: bool, timeout_s: float | None) -> None:
-        self.crew = Crew(CrewConfig(order_timeout_s=timeout_s), eager=eager)
-        self.eager = eager
+    @initialize(eager=st.booleans(), queued=st.booleans(), timeout_s=st.sampled_from([None, 0.5, 7.0]))
+    def start(self, eager: bool, queued: bool, timeout_s: float | None) -> None:
+        self.crew = Crew(CrewConfig(order_timeout_s=timeout_s), eager=eager, queued=queued)
+        self.eager, self.queued = eager, queued
         self.now = 0.0
         self.next_worker = 0
         self.next_order = 0
@@ -111,7 +112,15 @@ class AnyCrew(RuleBasedStateMachine):
                 assert lane in self.crew.lanes_of(one.worker)
                 if not self.eager:
                     assert holding.get(lane, one.worker) == one.worker
-        assert not self.waiting or not self.workers - self.late, "an order waits while a worker is ready"
+        ready = [self.held_by(worker) for worker in self.workers - self.late]
+        for order in self.waiting:
+            if self.lane[order] is None:
+                assert all(held >= QUEUED for held in ready), "an order waits while a worker is ready"
+            else:
+                assert not ready or (self.queued and max(ready) >= QUEUED)
+
+    def held_by(self, worker: int) -> int:
+        return sum(claimant == worker and order not in self.waiting for order, claimant in self.claim.items())
 
     @rule(worker=WORKERS, order=ORDERS)
     def answer(self, worker: int, order: int) -> None:
@@ -219,7 +228,7 @@ class AnyCrew(RuleBasedStateMachine):
             for order in [order for order, claimant in self.claim.items() if claimant == good]:
                 self.now += 0.1
                 self.answer(good, order)
-            if self.lane:
+            if self.lane.keys() - self.waiting:
                 deadline = self.crew.next_deadline()
                 assert deadline is not None, "orders are out, and nobody will ever be late"
                 self.wait(max(0.0, deadline - self.now))

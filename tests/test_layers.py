@@ -19,10 +19,10 @@ PACKAGE = Path(regatta.__file__).parent
 # Imports point down only. Within a layer, modules of one package may import each other; siblings may not,
 # except as SIDEWAYS says.
 LAYERS = [
-    {"types", "errors", "codec", "seeding"},
+    {"types", "errors", "codec", "seeding", "named"},
     {"policies", "transport", "fleet", "store"},
     {"algorithms", "rollout", "runs"},
-    {"crew", "dispatch", "learner", "worker"},
+    {"crew", "dispatch", "learner", "worker", "interrupt", "account"},
     {"knobs", "config"},
     {"assemble"},
     {"cli", "dashboard"},
@@ -30,8 +30,11 @@ LAYERS = [
 SIDEWAYS = {
     ("codec", "types"),
     ("codec", "errors"),
+    ("named", "errors"),
     ("runs", "rollout"),
     ("dispatch", "crew"),
+    ("account", "dispatch"),
+    ("learner", "account"),
     ("learner", "dispatch"),
     ("config", "knobs"),
     ("cli", "dashboard"),
@@ -39,13 +42,15 @@ SIDEWAYS = {
 
 ANYWHERE = {"numpy", "msgspec"}
 LIBRARIES = {  # each third-party library: the files, or the packages, that may import it
+    "envpool": {"rollout/pool.py"},
     "gymnasium": {"rollout/"},
-    "jax": {"algorithms/", "assemble.py"},
+    "jax": {"algorithms/", "policies/"},
     "nevergrad": {"algorithms/blackbox.py"},
     "obstore": {"store/objects.py"},
     "optax": {"algorithms/"},
     "rich": {"cli/"},
     "safetensors": {"runs/checkpoint.py"},
+    "scipy": {"policies/noise.py"},
     "threadpoolctl": {"assemble.py", "worker.py"},
     "typer": {"cli/main.py"},
     "zmq": {"transport/wire.py", "transport/zeromq.py"},

@@ -17,7 +17,7 @@ import pytest
 
 from regatta.codec import decode, encode
 from regatta.errors import CodecError, ConfigError, ConnectionLost, TransportError
-from regatta.policies.networks import NetworkConfig
+from regatta.policies.networks import NetworkConfig, ObsSpec
 from regatta.policies.policy import Policy, PolicySpec
 from regatta.rollout.envs import EnvConfig, probe
 from regatta.rollout.lane import misfit
@@ -76,7 +76,7 @@ class Bench:
 
 def _policy(config: EnvConfig) -> Policy:
     found = probe(config)
-    return Policy(PolicySpec(found.obs_size, found.action, NetworkConfig(sizes=(8,)), False))
+    return Policy(PolicySpec(found.obs, found.action, NetworkConfig(sizes=(8,)), False))
 
 
 def _spec(config: EnvConfig, policy: Policy) -> bytes:
@@ -260,7 +260,7 @@ def test_serve_ends_with_the_session() -> None:
 )
 def test_what_cannot_be_interrupted_ends_the_process(trouble: str, place: str) -> None:
     like = EnvConfig(id="CartPole-v1", lane_envs=1)
-    policy = Policy(PolicySpec(2, _policy(like).action, NetworkConfig(sizes=(8,)), False))
+    policy = Policy(PolicySpec(ObsSpec((2,)), _policy(like).action, NetworkConfig(sizes=(8,)), False))
     kwargs = {"trouble": trouble, "at": 3}
     config = EnvConfig(id="worlds:Troubled", kwargs=kwargs, lane_envs=1, step_timeout_s=0.8)
     end = listen("ipc:", _spec(config, policy))

@@ -6,21 +6,36 @@ and all epochs of minibatch updates are one compiled call.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
 from msgspec import Meta
 
-from regatta.algorithms.base import Metrics, final_rows, side_by_side
+from regatta.algorithms.base import (
+    SIZES,
+    Metrics,
+    blame,
+    final_rows,
+    final_values,
+    nearest_divisor,
+    product,
+    refuse_image_statistics,
+    side_by_side,
+    too_few_steps,
+    trajectories,
+)
 from regatta.algorithms.returns import gae, next_values
-from regatta.errors import NonFinite
+from regatta.errors import ConfigError, NonFinite
+from regatta.policies.distributions import ActionSpec
 from regatta.policies.flat import Layout
+from regatta.policies.networks import NetworkConfig, ObsSpec
 from regatta.policies.normalize import Moments, RewardScale
-from regatta.policies.policy import Policy
+from regatta.policies.policy import Policy, PolicySpec
 from regatta.seeding import stream
-from regatta.types import Array, Arrays, Collect, Result, Snapshot, Task
+from regatta.types import Array, Arrays, Result, Snapshot, Task
 
 Schedule = Literal["constant", "linear"]
 
@@ -52,10 +67,43 @@ class PPOConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fie
     normalize_advantages: Annotated[bool, Meta(description="zero mean and unit deviation in each minibatch")] = True
     normalize_obs: Annotated[bool, Meta(description="scale observations by their running mean and deviation")] = False
     normalize_reward: Annotated[bool, Meta(description="scale rewards by the deviation of the running return")] = False
+    segment: Annotated[
+        int,
+        Meta(ge=1, description="networks with memory: steps in a row that a gradient reaches back through"),
+    ] = 16
     staleness: Annotated[
         Literal[0, 1],
         Meta(description="0: collect, then learn; 1: collect the next iteration while learning"),
     ] = 1
+
+    def policy(self, obs: ObsSpec, action: ActionSpec, bounded: bool, network: NetworkConfig) -> PolicySpec:
+        refuse_image_statistics(obs, self.normalize_obs)
+        return PolicySpec(obs, action, network, self.normalize_obs)
+
+    def faults(self, network: NetworkConfig, lanes: int, lane_envs: int, steps: int) -> Iterator[tuple[set[str], str]]:
+        samples = lanes * lane_envs * self.rollout_steps
+        yield from too_few_steps(steps, lanes, lane_envs, self.rollout_steps)
+        if samples % self.minibatch:
+            fits = nearest_divisor(samples, self.minibatch)
+            yield (
+                {*SIZES, "algorithm.minibatch"},
+                f"algorithm.minibatch = {self.minibatch}: it does not divide the "
+                f"{product(lanes, lane_envs, self.rollout_steps)}; algorithm.minibatch={fits} does",
+            )
+        if self.minibatch == 1 and self.normalize_advantages:
+            yield (
+                {"algorithm.minibatch", "algorithm.normalize_advantages"},
+                "algorithm.minibatch = 1: one sample's normalised advantage is always 0: nothing is learnt; "
+                "take a larger one or algorithm.normalize_advantages=false",
+            )
+        if network.kind in ("elman", "lstm"):
+            for name, whole in (("rollout_steps", self.rollout_steps), ("minibatch", self.minibatch)):
+                if whole % self.segment:
+                    yield (
+                        {f"algorithm.{name}", "algorithm.segment", "network.kind"},
+                        f"algorithm.segment = {self.segment}: it does not divide algorithm.{name} {whole}; "
+                        f"algorithm.segment={math.gcd(self.rollout_steps, self.minibatch)} divides both",
+                    )
 
     def build(self, policy: Policy, lanes: int, lane_envs: int, seed: int, steps: int) -> PPO:
         iterations = steps // (lanes * lane_envs * self.rollout_steps)  # whole ones only: run.steps is a limit
@@ -69,6 +117,7 @@ def loss(xp: Any, policy: Policy, config: PPOConfig, params: Any, batch: Any, cl
     """The clipped surrogate, the critic's error and the entropy bonus, over the valid samples of a minibatch.
 
     batch: obs [B, D] (normalised)  actions [B, ...]  logp, values, advantages, returns, weight [B]  mask [B, A] or None
+    For a policy with memory they are [L, B, ...], L steps in a row, and there are state [B, S] and starts [L, B].
     """
     weight = batch["weight"]
     total = weight.sum() + 1e-8
@@ -76,7 +125,10 @@ def loss(xp: Any, policy: Policy, config: PPOConfig, params: Any, batch: Any, cl
     def mean(x: Any) -> Any:
         return (x * weight).sum() / total
 
-    out, value = policy.act_and_value(xp, params, batch["obs"])
+    if policy.state_size:
+        out, value, _ = policy.unroll(xp, params, batch["obs"], batch["state"], batch["starts"])
+    else:
+        out, value = policy.act_and_value(xp, params, batch["obs"])
     log_ratio = policy.distribution.log_prob(xp, out, batch["actions"], batch["mask"]) - batch["logp"]
     ratio = xp.exp(log_ratio)
     advantages = batch["advantages"]
@@ -111,15 +163,20 @@ def compile_update(policy: Policy, config: PPOConfig, layout: Layout) -> Callabl
     optimise = optimizer()
 
     def samples(behaviour: Any, stats: Any, data: Any) -> tuple[Any, Any]:
-        """Flatten [T, M] to samples with their behaviour log-probabilities, advantages and returns."""
+        """The chunk [T, M] with its behaviour log-probabilities, advantages and returns, cut into samples."""
         then = layout.split(behaviour) | data["stats"]
-        obs = data["obs"]  # [T + 1, M, D]
-        out, values = policy.act_and_value(jnp, then, policy.normalize(jnp, then, obs))
+        obs = data["obs"]  # [T + 1, M, ...]
+        done = data["terminated"] | data["truncated"]
+        seen = policy.normalize(jnp, then, obs)
+        starts = jnp.concatenate([jnp.zeros_like(done[:1]), done])
+        if policy.state_size:
+            out, values, states = policy.unroll(jnp, then, seen, data["state"], starts)
+        else:
+            out, values = policy.act_and_value(jnp, then, seen)
         values, last_value = values[:-1], values[-1]
         heads = jax.tree.map(lambda x: x[:-1] if x.ndim > 1 else x, out)
         logp = policy.distribution.log_prob(jnp, heads, data["actions"], data["mask"])
         following = next_values(jnp, values, last_value, data["terminated"], data["truncated"], data["final_values"])
-        done = data["terminated"] | data["truncated"]
         advantages = gae(data["rewards"], values, following, done, data["valid"], config.gamma, config.gae_lambda)
         batch = {
             "obs": policy.normalize(jnp, stats, obs[:-1]),
@@ -132,17 +189,31 @@ def compile_update(policy: Policy, config: PPOConfig, layout: Layout) -> Callabl
             "weight": data["valid"].astype(jnp.float32),
         }
         unexplained = jnp.var(advantages) / (jnp.var(batch["returns"]) + 1e-8)
-        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch), 1 - unexplained
+        if policy.state_size:
+            batch = jax.tree.map(cut, batch | {"starts": starts[:-1]}) | {"state": cut(states[:-1])[:, 0]}
+        else:
+            batch = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
+        return batch, 1 - unexplained
+
+    def cut(x: Any) -> Any:
+        """[T, M, ...] to segments [M * T / L, L, ...]: with memory, the unit a minibatch is made of."""
+        columns = jnp.swapaxes(x, 0, 1)
+        return columns.reshape(-1, config.segment, *x.shape[2:])
+
+    def pick(batch: Any, chosen: Any) -> Any:
+        some = batch if chosen.shape[0] == len(batch["weight"]) else jax.tree.map(lambda x: x[chosen], batch)
+        if not policy.state_size:
+            return some
+        return {name: x if name == "state" or x is None else jnp.swapaxes(x, 0, 1) for name, x in some.items()}
 
     def update(
         theta: Any, opt_state: Any, behaviour: Any, stats: Any, data: Any, order: Any, lr: Any, clip: Any
     ) -> Any:
         batch, explained = samples(behaviour, stats, data)
-        size = batch["weight"].shape[0]
 
         def descend(carry: Any, chosen: Any) -> Any:
             theta, state, _ = carry
-            some = batch if chosen.shape[0] == size else jax.tree.map(lambda x: x[chosen], batch)
+            some = pick(batch, chosen)
             differentiate = jax.grad(lambda p: loss(jnp, policy, config, p, some, clip), has_aux=True)
             grads, metrics = differentiate(layout.split(theta))
             gradient = layout.flatten(jnp, grads)  # one vector: a few large operations instead of many small ones
@@ -189,29 +260,27 @@ class PPO:
         self.seed = seed
         self.total_iterations = total_iterations
         self.steps_per_iteration = lanes * lane_envs * config.rollout_steps
+        self.total_steps = total_iterations * self.steps_per_iteration
+        if policy.state_size and (config.rollout_steps % config.segment or config.minibatch % config.segment):
+            raise ConfigError(f"algorithm.segment = {config.segment}: it must divide rollout_steps and minibatch")
         arrays = policy.init(stream(seed, "init"))
         self.layout = Layout(arrays)
         self._theta: Any = self.layout.flatten(np, arrays)
         self._opt_state: Any = optimizer().init(self._theta)
         self._update = compile_update(policy, config, self.layout)
-        self._moments = Moments((policy.obs_size,)) if config.normalize_obs else None
+        self._moments = Moments(policy.obs.shape) if config.normalize_obs else None
         self._rewards = RewardScale(config.gamma, lanes * lane_envs) if config.normalize_reward else None
 
     # -- the learner's side -------------------------------------------------------------------------------
 
-    def tasks(self, iteration: int, version: int) -> list[Task]:
-        return [Collect(k, iteration, version, self.config.rollout_steps, 0) for k in range(self.lanes)]
+    def tasks(self, iteration: int, version: int) -> list[tuple[Task, Arrays]]:
+        return trajectories(self.lanes, iteration, version, self.config.rollout_steps)
 
     def snapshot(self, version: int) -> Snapshot:
         return Snapshot(version, self.layout.split(np.array(self._theta)) | self._stats())
 
     def _stats(self) -> Arrays:
-        if self._moments is None:
-            return {}
-        return {
-            "stats/mean": self._moments.mean.astype(np.float32),
-            "stats/scale": (1.0 / self._moments.std).astype(np.float32),
-        }
+        return {} if self._moments is None else self._moments.stats()
 
     def update(self, iteration: int, results: list[tuple[Result, Arrays]], behaviour: Snapshot) -> Metrics:
         scale_before = self._rewards.state() if self._rewards is not None else {}
@@ -233,7 +302,7 @@ class PPO:
         if not finite:
             if self._rewards is not None:
                 self._rewards.load(scale_before)
-            raise NonFinite(self._blame(data, behaviour))
+            raise NonFinite(blame(behaviour.arrays, data, self.lanes))
         if self._moments is not None:
             for _, arrays in results:
                 self._moments.merge(arrays["obs"][arrays["valid"]])
@@ -248,49 +317,26 @@ class PPO:
         data["obs"] = np.concatenate([side_by_side(results, "obs"), last[None]])
         data["mask"] = side_by_side(results, "mask") if self.policy.action.masked else None
         data["stats"] = {name: behaviour.arrays[name] for name in self._stats()}
-        data["final_values"] = np.zeros_like(data["rewards"])
+        state = None
+        if self.policy.state_size:
+            data["state"] = np.concatenate([arrays["state"] for _, arrays in results])
+            state = np.concatenate([arrays["final_state"] for _, arrays in results])
         rows, index = final_rows(results)
-        if len(rows):
-            # In NumPy, on as many rows as there are: the compiled call keeps one shape.
-            values = self._values(behaviour, rows)
-            data["final_values"][index[:, 0], index[:, 1]] = values
+        data["final_values"] = final_values(self.policy, behaviour.arrays, rows, index, data["rewards"].shape, state)
         if self._rewards is not None and np.isfinite(data["rewards"]).all():  # else the update is refused
             done = data["terminated"] | data["truncated"]
             data["rewards"] = self._rewards.scale(data["rewards"], done)
         return data
 
-    def _values(self, behaviour: Snapshot, obs: Array) -> Array:
-        then = behaviour.arrays
-        values: Array = self.policy.value(np, then, self.policy.normalize(np, then, obs))
-        return values
-
     def _order(self, iteration: int) -> Array:
         """Which samples each gradient step takes, [epochs * minibatches, minibatch]."""
-        size, epochs = self.steps_per_iteration, self.config.epochs
-        if self.config.minibatch == size:
+        unit = self.config.segment if self.policy.state_size else 1
+        size, minibatch, epochs = self.steps_per_iteration // unit, self.config.minibatch // unit, self.config.epochs
+        if minibatch == size:
             return np.zeros((epochs, size), np.int32)  # every step takes all: their order does not matter
         rng = stream(self.seed, "minibatch", iteration)
         rows = np.tile(np.arange(size, dtype=np.int32), (epochs, 1))
-        return rng.permuted(rows, axis=1).reshape(-1, self.config.minibatch)
-
-    def _blame(self, data: dict[str, Any], behaviour: Snapshot) -> str:
-        """Name the tensor, lane and environment behind a non-finite update."""
-        for name, array in behaviour.arrays.items():
-            if not np.isfinite(array).all():
-                return f"parameter {name} is not finite"
-        envs = data["rewards"].shape[1] // self.lanes
-        for name in ("obs", "rewards", "actions", "final_values"):
-            bad = ~np.isfinite(data[name])
-            if bad.any():
-                column = int(np.argwhere(bad)[0][1])
-                return f"{name} of lane {column // envs}, environment {column % envs} is not finite"
-        size = np.abs(self._values(behaviour, data["obs"])).max(0)
-        column = int(size.argmax())
-        return (
-            "the loss is not finite; the largest value estimate, "
-            f"{size[column]:.3g}, is of lane {column // envs}, environment {column % envs}; a smaller algorithm.lr, "
-            "normalize_obs or normalize_reward may help"
-        )
+        return rng.permuted(rows, axis=1).reshape(-1, minibatch)
 
     # -- checkpoints --------------------------------------------------------------------------------------
 
@@ -309,6 +355,9 @@ class PPO:
         if self._rewards is not None:
             arrays |= self._rewards.state()
         return arrays
+
+    def blocks(self) -> dict[str, Arrays]:
+        return {}
 
     def load(self, arrays: Arrays) -> None:
         import jax

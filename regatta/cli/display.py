@@ -14,7 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from regatta.learner import Progress
+from regatta.account import Progress
 from regatta.runs.run import Run
 
 REDRAW_S = 0.25

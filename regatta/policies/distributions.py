@@ -15,6 +15,9 @@ import numpy as np
 
 from regatta.types import Array
 
+LOG_STD_RANGE = (-20.0, 2.0)  # of the deviations a network gives (Haarnoja et al. 2018)
+HALF_LOG_2PI = 0.9189385332046727
+LOG_2 = 0.6931471805599453
 ILLEGAL = -1e9  # finite, so that gradients and entropies stay finite; exp() of it is exactly zero
 
 
@@ -87,6 +90,10 @@ class Categorical:
         logp = self._log_probs(xp, out, mask)
         return -(xp.exp(logp) * logp).sum(-1)
 
+    def kl(self, xp: Any, old: Any, new: Any, mask: Any = None) -> Any:
+        logp = self._log_probs(xp, old, mask)
+        return (xp.exp(logp) * (logp - self._log_probs(xp, new, mask))).sum(-1)
+
 
 class MultiCategorical:
     """Independent categoricals side by side; logits and masks are concatenated."""
@@ -115,6 +122,9 @@ class MultiCategorical:
     def entropy(self, xp: Any, out: Any, mask: Any = None) -> Any:
         return sum(part.entropy(xp, o, m) for part, o, m in self._each(out, mask))
 
+    def kl(self, xp: Any, old: Any, new: Any, mask: Any = None) -> Any:
+        return sum(part.kl(xp, o, n, m) for part, o, n, m in self._each(old, new, mask))
+
 
 class Bernoulli:
     """Independent yes/no choices, one logit each."""
@@ -139,11 +149,13 @@ class Bernoulli:
         p = 1 / (1 + xp.exp(-out))
         return (xp.logaddexp(0.0, out) - out * p).sum(-1)
 
+    def kl(self, xp: Any, old: Any, new: Any, mask: Any = None) -> Any:
+        p = 1 / (1 + xp.exp(-old))
+        return (p * (old - new) + xp.logaddexp(0.0, new) - xp.logaddexp(0.0, old)).sum(-1)
+
 
 class Gaussian:
     """A diagonal Gaussian. Actions are stored as drawn; the environment gets them clipped to its bounds."""
-
-    HALF_LOG_2PI = 0.9189385332046727
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -161,14 +173,60 @@ class Gaussian:
     def log_prob(self, xp: Any, out: Any, action: Any, mask: Any = None) -> Any:
         mean, log_std = out
         z = (action - mean) * xp.exp(-log_std)
-        return (-0.5 * z * z - log_std - self.HALF_LOG_2PI).sum(-1)
+        return (-0.5 * z * z - log_std - HALF_LOG_2PI).sum(-1)
 
     def entropy(self, xp: Any, out: Any, mask: Any = None) -> Any:
         mean, log_std = out
-        return xp.broadcast_to((log_std + 0.5 + self.HALF_LOG_2PI).sum(-1), mean.shape[:-1])
+        return xp.broadcast_to((log_std + 0.5 + HALF_LOG_2PI).sum(-1), mean.shape[:-1])
+
+    def kl(self, xp: Any, old: Any, new: Any, mask: Any = None) -> Any:
+        (mean, log_std), (new_mean, new_log_std) = old, new
+        shift = (mean - new_mean) * xp.exp(-new_log_std)
+        shrunk = log_std - new_log_std
+        return (0.5 * (xp.exp(2 * shrunk) + shift * shift - 1) - shrunk).sum(-1)
 
 
-def distribution(spec: ActionSpec) -> Distribution:
+class Squashed:
+    """A Gaussian through tanh (Haarnoja et al. 2018). Actions lie in (-1, 1), to be stretched to the bounds."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def noise(self, rng: np.random.Generator, *shape: int) -> Array:
+        return rng.standard_normal((*shape, self.size), dtype=np.float32)
+
+    def sample(self, out: Any, noise: Any, mask: Any = None) -> Any:
+        mean, log_std = out
+        return np.tanh(mean + np.exp(log_std) * noise)
+
+    def mode(self, out: Any, mask: Any = None) -> Any:
+        return np.tanh(out[0])
+
+    def log_prob(self, xp: Any, out: Any, action: Any, mask: Any = None) -> Any:
+        return self._density(xp, out, xp.arctanh(xp.clip(action, -1 + 1e-6, 1 - 1e-6)))
+
+    def entropy(self, xp: Any, out: Any, mask: Any = None) -> Any:
+        """Of the Gaussian before it is squashed; the squashed one has no closed form."""
+        return (out[1] + 0.5 + HALF_LOG_2PI).sum(-1)
+
+    def sample_and_log_prob(self, xp: Any, out: Any, noise: Any) -> tuple[Any, Any]:
+        """Differentiable, and without the loss of digits of an arctanh."""
+        mean, log_std = out
+        raw = mean + xp.exp(log_std) * noise
+        return xp.tanh(raw), self._density(xp, out, raw)
+
+    def _density(self, xp: Any, out: Any, raw: Any) -> Any:
+        mean, log_std = out
+        z = (raw - mean) * xp.exp(-log_std)
+        gaussian = -0.5 * z * z - log_std - HALF_LOG_2PI
+        # log(1 - tanh(u)^2), written so that it stays finite for large u
+        slope = 2 * (LOG_2 - raw - xp.logaddexp(0.0, -2 * raw))
+        return (gaussian - slope).sum(-1)
+
+
+def distribution(spec: ActionSpec, *, squashed: bool = False) -> Distribution:
+    if squashed:
+        return Squashed(spec.sizes[0])
     if spec.kind == "discrete":
         return Categorical(spec.sizes[0])
     if spec.kind == "multidiscrete":

@@ -40,6 +40,13 @@ class Moments:
     def std(self) -> Array:
         return np.sqrt(self.m2 / self.count + EPSILON) if self.count else np.ones_like(self.mean)
 
+    def stats(self) -> Arrays:
+        """What a snapshot carries of them."""
+        return {
+            "stats/mean": self.mean.astype(np.float32),
+            "stats/scale": (1.0 / self.std).astype(np.float32),
+        }
+
     def state(self, prefix: str) -> Arrays:
         return {
             prefix + "/count": np.array([self.count]),

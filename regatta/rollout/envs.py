@@ -1,15 +1,17 @@
-"""Making environments: by Gymnasium id or `module:function`, checked once, then stripped to what stepping needs."""
+"""Making environments: by Gymnasium id, `module:function` or `envpool:Name`, and seen as the config wants them.
+
+They are checked once, then stripped to what stepping needs. The wrappers themselves are in images.py.
+"""
 
 from __future__ import annotations
 
 import importlib
 import inspect
 import os
-import sys
 import warnings
 from collections.abc import Collection
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import gymnasium
 import msgspec
@@ -17,24 +19,73 @@ import numpy as np
 from gymnasium import wrappers
 from msgspec import Meta
 
+from regatta import named
 from regatta.errors import ConfigError, EnvError, UsageError
-from regatta.rollout import spaces
+from regatta.rollout import images, spaces
 
 CHECKED_STEPS = 20
 _EXTRAS = {"box2d": "box2d", "mujoco": "mujoco"}
+_OURS = {"go9x9": "regatta.rollout.go:Go"}
+_ENVPOOL, _ATARI, _DOOM = "envpool:", "ALE/", "Vizdoom"
+
+
+class _Plugin(NamedTuple):
+    """A package that brings environments of its own, registered once its module is imported."""
+
+    module: str
+    extra: str
+    skip: str  # its own argument for skipping frames
+
+
+_PLUGINS = {
+    _ATARI: _Plugin("ale_py", "atari", "frameskip"),
+    _DOOM: _Plugin("vizdoom.gymnasium_wrapper", "doom", "frame_skip"),
+}
+_HARMLESS_TEXTS = {"render_mode", "screen_format", "screen_resolution"}  # arguments that are never a path
 
 
 class EnvConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The environment, and how many of it make the experiment."""
 
     id: Annotated[
-        str, Meta(description="a Gymnasium id, or module:function for a callable that returns an environment")
+        str,
+        Meta(
+            description="a Gymnasium id, module:function for a callable that returns an environment, "
+            "envpool:Name for one of EnvPool's, or go9x9"
+        ),
     ] = ""
     kwargs: Annotated[dict[str, Any], Meta(description="arguments for making the environment")] = {}
     max_episode_steps: Annotated[
         Annotated[int, Meta(gt=0)] | None,
-        Meta(description="time limit of an episode; none keeps the environment's own"),
+        Meta(
+            description="time limit of an episode, in the agent's steps (frame_skip frames are one); none keeps the "
+            "environment's own"
+        ),
     ] = None
+    frame_skip: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=1000,
+            description="frames an action lasts: it is repeated and rewards add up; the last two images merge",
+        ),
+    ] = 1
+    noop_max: Annotated[
+        int, Meta(ge=0, le=1000, description="the most frames of action 0 after a reset; their number is random")
+    ] = 0
+    grayscale: Annotated[bool, Meta(description="images as luminance, without colour")] = False
+    resize: Annotated[
+        Annotated[tuple[Annotated[int, Meta(ge=1, le=4096)], ...], Meta(min_length=2, max_length=2)] | None,
+        Meta(description="height and width of images, averaged over each new pixel's area; none keeps their own"),
+    ] = None
+    hide: Annotated[
+        tuple[Annotated[int, Meta(ge=0)], ...],
+        Meta(description="indices of a flat observation that the agent does not see; [1,3] are CartPole's velocities"),
+    ] = ()
+    frame_stack: Annotated[
+        int,
+        Meta(ge=1, le=64, description="observations seen at once, the newest last; images stack as further channels"),
+    ] = 1
     lanes: Annotated[
         int,
         Meta(ge=1, le=4096, description="groups of environments; the most workers that can share the work"),
@@ -51,6 +102,23 @@ class EnvConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = True
 
+    @property
+    def view(self) -> images.View:
+        return images.View(
+            frame_skip=self.frame_skip,
+            noop_max=self.noop_max,
+            grayscale=self.grayscale,
+            resize=self.resize,
+            hide=self.hide,
+            frame_stack=self.frame_stack,
+            pick=_plugin_of(self.id) == _DOOM,
+        )
+
+
+def _plugin_of(env_id: str) -> str | None:
+    """The prefix of _PLUGINS that the id has; what has a colon names a module, whatever its first letters."""
+    return None if ":" in env_id else next((prefix for prefix in _PLUGINS if env_id.startswith(prefix)), None)
+
 
 class Stepper(msgspec.Struct):
     """An environment without its outer bookkeeping wrappers, and the time limit they enforced."""
@@ -60,31 +128,91 @@ class Stepper(msgspec.Struct):
 
 
 def refuse_foreign(config: EnvConfig, modules: Collection[str]) -> None:
-    """For a config from a socket or a store: only code that lies in this folder, or is allowed by name, may run.
+    """For a config from a socket or a store: only what this folder holds, or what is allowed by name, may run."""
+    if config.id.startswith(_ENVPOOL) or _plugin_of(config.id) == _DOOM:
+        _refuse_foreign_paths(config, modules)
+    else:
+        named.refuse_foreign("env.id", config.id, modules)
 
-    Without this, whoever plays the learner or writes to the store could call any function of any installed module.
-    """
-    module, colon, _ = config.id.rpartition(":")
-    package = module.partition(".")[0]
-    here = Path.cwd()
-    if colon and package not in modules and not (here / f"{package}.py").exists() and not (here / package).is_dir():
-        raise UsageError(
-            f"env.id is {config.id!r}, as someone else says, and {package!r} is not in {here}; run this where it lies, "
-            f"or allow it by name: --allow {package}"
-        )
+
+def _refuse_foreign_paths(config: EnvConfig, modules: Collection[str]) -> None:
+    """Both start ViZDoom's engine, a program, from wherever an argument of theirs says."""
+    package = "envpool" if config.id.startswith(_ENVPOOL) else "vizdoom"
+    for name, value in config.kwargs.items():
+        if package not in modules and name not in _HARMLESS_TEXTS and not isinstance(value, int | float | None):
+            raise UsageError(
+                f"env.kwargs.{name} is {value!r}, as someone else says, which may name a program; only numbers go "
+                f"without saying, or allow the rest: --allow {package}"
+            )
 
 
 def make(config: EnvConfig, *, checked: bool = False) -> gymnasium.Env[Any, Any]:
-    """The environment as its author built it; what is wrong with the id or its arguments is a ConfigError."""
-    kwargs = dict(config.kwargs)
-    if ":" in config.id and os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # console scripts, unlike `python -m`, do not look here
-    if ":" in config.id and config.id.rpartition(":")[2].isidentifier():
-        return _call(config, kwargs)  # what is no identifier is Gymnasium's own module:Name-v0
+    """The environment as the config wants it seen; what is wrong with the id or a knob is a ConfigError."""
+    if config.id.startswith(_ENVPOOL):
+        from regatta.rollout.pool import Single
+
+        return Single(config)
+    kwargs, view = _plugged_in(config)
+    if view == images.View():
+        return _build(config, kwargs, config.max_episode_steps, checked)
+    env = _build(config, kwargs, None, checked)
+    own = bare(env)
     try:
-        return gymnasium.make(
-            config.id, max_episode_steps=config.max_episode_steps, disable_env_checker=not checked, **kwargs
-        )
+        # The outer wrappers go under ours only for the check; the limit counts the agent's steps, so it goes outside.
+        seen = images.view(env if checked else own.env, view)
+    except Exception:
+        close(env)
+        raise
+    limit = config.max_episode_steps or (own.limit and -(-own.limit // view.frame_skip))
+    return wrappers.TimeLimit(seen, limit) if limit else seen
+
+
+def _plugged_in(config: EnvConfig) -> tuple[dict[str, Any], images.View]:
+    """The arguments and the view, once the package that an id belongs to is loaded, with what it can do itself."""
+    kwargs, view = dict(config.kwargs), config.view
+    if config.id in _OURS and config.id not in gymnasium.registry:
+        gymnasium.register(config.id, entry_point=_OURS[config.id])
+    prefix = _plugin_of(config.id)
+    if prefix is None:
+        return kwargs, view
+    plugin = _PLUGINS[prefix]
+    try:
+        module = importlib.import_module(plugin.module)
+    except ImportError as error:
+        raise ConfigError(
+            f"env.id: {config.id!r} needs a package ({error}): pip install 'regatta-rl[{plugin.extra}]'"
+        ) from error
+    if view.frame_skip > 1 and plugin.skip in kwargs:
+        raise ConfigError(f"env.frame_skip and env.kwargs.{plugin.skip} say the same thing: give one of them")
+    if prefix == _ATARI:
+        module.ALEInterface.setLoggerMode(module.LoggerMode.Error)  # or it greets us, once in every worker
+        if view.frame_skip > 1:
+            kwargs[plugin.skip] = 1  # in place of the id's own
+        if view.grayscale:
+            kwargs.setdefault("obs_type", "grayscale")
+    else:
+        if view.frame_skip > 1:  # without drawing what nobody sees; nothing flickers in Doom, so nothing is merged
+            kwargs[plugin.skip], view = view.frame_skip, msgspec.structs.replace(view, frame_skip=1)
+        if view.grayscale:
+            kwargs.setdefault("screen_format", "GRAY8")
+        kwargs.setdefault("doom_config_path", os.devnull)  # or every engine reads and writes ./_vizdoom.ini
+        try:
+            Path("_vizdoom").mkdir(exist_ok=True)  # the engine makes it, and fails where another was faster
+        except OSError:
+            pass  # the engine says why it cannot go on without
+    return kwargs, view
+
+
+def _build(
+    config: EnvConfig, kwargs: dict[str, Any], max_episode_steps: int | None, checked: bool
+) -> gymnasium.Env[Any, Any]:
+    """The environment as its author built it."""
+    if ":" in config.id:
+        named.look_here()
+    if ":" in config.id and config.id.rpartition(":")[2].isidentifier():
+        return _call(config, kwargs, max_episode_steps)  # what is no identifier is Gymnasium's own module:Name-v0
+    try:
+        return gymnasium.make(config.id, max_episode_steps=max_episode_steps, disable_env_checker=not checked, **kwargs)
     except (
         gymnasium.error.UnregisteredEnv,
         gymnasium.error.DeprecatedEnv,
@@ -97,23 +225,17 @@ def make(config: EnvConfig, *, checked: bool = False) -> gymnasium.Env[Any, Any]
         raise ConfigError(f"env.kwargs: {config.id!r} does not take {kwargs}: {error}") from error
     except gymnasium.error.Error as error:
         raise ConfigError(f"env.id: cannot make {config.id!r}: {error}") from error
-
-
-def _call(config: EnvConfig, kwargs: dict[str, Any]) -> gymnasium.Env[Any, Any]:
-    module_name, _, function_name = config.id.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name not in (module_name, module_name.partition(".")[0]):
+    except OSError as error:
+        if _plugin_of(config.id) != _ATARI:
             raise
         raise ConfigError(
-            f"env.id: no module {module_name!r} in {os.getcwd()} or among the installed ones; run where it lies, "
-            "or install it"
+            f"env.id: {config.id!r} lacks its ROM ({error}); it comes with the package, pip install --force-reinstall "
+            "ale-py, or from the folder that ALE_ROMS_DIR names"
         ) from error
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        names = [name for name in vars(module) if callable(getattr(module, name)) and not name.startswith("_")]
-        raise ConfigError(f"env.id: {module_name!r} has no callable {function_name!r}; it has {', '.join(names)}")
+
+
+def _call(config: EnvConfig, kwargs: dict[str, Any], max_episode_steps: int | None) -> gymnasium.Env[Any, Any]:
+    function = named.function("env.id", config.id)
     try:
         inspect.signature(function).bind(**kwargs)
     except TypeError as error:
@@ -123,8 +245,8 @@ def _call(config: EnvConfig, kwargs: dict[str, Any]) -> gymnasium.Env[Any, Any]:
     env: gymnasium.Env[Any, Any] = function(**kwargs)
     if not isinstance(env, gymnasium.Env):
         raise ConfigError(f"env.id: {config.id!r} returned {type(env).__name__}, not a gymnasium.Env")
-    if config.max_episode_steps is not None:
-        env = wrappers.TimeLimit(env, config.max_episode_steps)
+    if max_episode_steps is not None:
+        env = wrappers.TimeLimit(env, max_episode_steps)
     return env
 
 
@@ -159,14 +281,14 @@ def probe(config: EnvConfig) -> spaces.Interface:
     env: gymnasium.Env[Any, Any] | None = None
     try:
         env = make(config, checked=True)
-        size = spaces.observation_size(env.observation_space)
+        obs_spec = spaces.observation_spec(env.observation_space)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the checker's opinions; what matters is checked at every step
             obs, info = env.reset(seed=0)
             masked = spaces.mask_of(obs, info) is not None
             action = spaces.action_spec(env.action_space, masked)
             write = spaces.writer(env.observation_space)
-            row = np.zeros(size, np.float32)
+            row = np.zeros(obs_spec.shape, obs_spec.dtype)
             write(row, obs)
             env.action_space.seed(0)
             for _ in range(0 if masked else CHECKED_STEPS):
@@ -174,7 +296,7 @@ def probe(config: EnvConfig) -> spaces.Interface:
                 write(row, obs)
                 if terminated or truncated:
                     break
-        return spaces.Interface(size, action)
+        return spaces.Interface(obs_spec, action, spaces.bounded(env.action_space))
     except (ConfigError, EnvError):
         raise
     except Exception as error:

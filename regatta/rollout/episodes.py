@@ -7,9 +7,8 @@ import time
 
 import numpy as np
 
-from regatta.policies.policy import Policy
+from regatta.policies.policy import Act, Policy
 from regatta.rollout import envs, spaces
-from regatta.rollout.lane import Act
 from regatta.rollout.watch import Watch
 from regatta.seeding import seeds, stream
 from regatta.types import Episode, Play
@@ -20,8 +19,10 @@ def play(task: Play, config: envs.EnvConfig, policy: Policy, act: Act, watch: Wa
     found: list[Episode] = []
     with watch:
         stepper = envs.bare(envs.make(config))
-        write, to_env = spaces.writer(stepper.env.observation_space), spaces.to_env(stepper.env.action_space)
-        row = np.zeros((1, policy.obs_size), np.float32)
+        write, to_env = spaces.writer(stepper.env.observation_space), spaces.to_env(
+            stepper.env.action_space, policy.squashed
+        )
+        row = np.zeros((1, *policy.obs.shape), policy.obs.dtype)
         limit = stepper.limit or 2**62
         try:
             for k, seed in enumerate(seeds(task.seed, "play", count=task.episodes)):
@@ -29,6 +30,7 @@ def play(task: Play, config: envs.EnvConfig, policy: Policy, act: Act, watch: Wa
                 watch.since = time.monotonic()
                 obs, info = stepper.env.reset(seed=seed)
                 score, length, over = 0.0, 0, False
+                state = policy.first_state(1)
                 while not over:
                     write(row[0], obs)
                     if not np.isfinite(row).all():
@@ -40,7 +42,8 @@ def play(task: Play, config: envs.EnvConfig, policy: Policy, act: Act, watch: Wa
                     )
                     noise = None if task.deterministic else policy.distribution.noise(rng, 1)
                     watch.since = time.monotonic()
-                    obs, reward, end, cut, info = stepper.env.step(to_env(act(row, noise, mask))[0])
+                    action, state = act(row, noise, mask, state)
+                    obs, reward, end, cut, info = stepper.env.step(to_env(action)[0])
                     score += float(reward)
                     if not math.isfinite(score):
                         raise spaces.BadObservation(f"non-finite reward at step {length} of episode {k}")

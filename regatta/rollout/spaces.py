@@ -1,4 +1,4 @@
-"""Between Gymnasium's spaces and flat arrays: observations written as float32 rows, actions read back."""
+"""Between Gymnasium's spaces and arrays: observations written as rows of numbers or images, actions read back."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from gymnasium import spaces
 
 from regatta.errors import ConfigError
 from regatta.policies.distributions import ActionSpec
+from regatta.policies.networks import ObsSpec
 from regatta.types import Array
 
 MASK_KEY = "action_mask"
@@ -27,8 +28,16 @@ class BadObservation(Exception):
 class Interface(msgspec.Struct, frozen=True):
     """An environment as the policy sees it."""
 
-    obs_size: int
+    obs: ObsSpec
     action: ActionSpec
+    bounded: bool = True  # whether continuous actions have finite bounds
+
+
+def observation_spec(space: spaces.Space[Any]) -> ObsSpec:
+    """How observations are stored: images of bytes as they are, all else as one row of float32 numbers."""
+    if isinstance(space, spaces.Box) and space.dtype == np.uint8 and len(space.shape) in (2, 3):
+        return ObsSpec(space.shape, "uint8")
+    return ObsSpec((observation_size(space),))
 
 
 def observation_size(space: spaces.Space[Any]) -> int:
@@ -51,7 +60,9 @@ def observation_size(space: spaces.Space[Any]) -> int:
 
 
 def writer(space: spaces.Space[Any]) -> Write:
-    """A function that checks an observation and writes it into a row of `observation_size` float32 numbers."""
+    """A function that checks an observation and writes it into a row as `observation_spec` says."""
+    if observation_spec(space).image:
+        return _write_image(space.shape)
     if isinstance(space, spaces.Discrete):
         return _write_choice(int(space.n), int(space.start))
     if isinstance(space, spaces.MultiDiscrete):
@@ -73,6 +84,17 @@ def _write_numbers(shape: tuple[int, ...], kinds: str) -> Write:
         if obs.dtype.kind not in kinds:
             raise BadObservation(f"observation has dtype {obs.dtype}, which its space cannot hold")
         row[:] = obs if flat else obs.reshape(-1)
+
+    return write
+
+
+def _write_image(shape: tuple[int, ...] | None) -> Write:
+    def write(row: Array, obs: Any) -> None:
+        if not isinstance(obs, np.ndarray) or obs.dtype != np.uint8:
+            raise BadObservation(f"observation is {getattr(obs, 'dtype', type(obs).__name__)}, its space says uint8")
+        if obs.shape != shape:
+            raise BadObservation(f"observation has shape {obs.shape}, its space says {shape}")
+        row[...] = obs
 
     return write
 
@@ -140,8 +162,15 @@ def action_spec(space: spaces.Space[Any], masked: bool) -> ActionSpec:
     )
 
 
-def to_env(space: spaces.Space[Any]) -> Callable[[Array], list[Any]]:
-    """A function that turns a lane's action array [N, ...] into what each environment's `step` takes."""
+def bounded(space: spaces.Space[Any]) -> bool:
+    return not isinstance(space, spaces.Box) or bool(np.isfinite(space.low).all() and np.isfinite(space.high).all())
+
+
+def to_env(space: spaces.Space[Any], squashed: bool = False) -> Callable[[Array], list[Any]]:
+    """A function that turns a lane's action array [N, ...] into what each environment's `step` takes.
+
+    `squashed`: continuous actions lie in (-1, 1) and are stretched to the bounds; otherwise they are clipped to them.
+    """
     if isinstance(space, spaces.Discrete):
         start = int(space.start)
         return (lambda actions: (actions + start).tolist()) if start else (lambda actions: actions.tolist())
@@ -152,6 +181,9 @@ def to_env(space: spaces.Space[Any]) -> Callable[[Array], list[Any]]:
         return lambda actions: list(actions.astype(space.dtype))
     assert isinstance(space, spaces.Box)
     low, high, shape, kind = space.low.reshape(-1), space.high.reshape(-1), space.shape, space.dtype
+    if squashed:
+        half = (high - low) / 2
+        return lambda actions: list(((actions + 1) * half + low).clip(low, high).astype(kind).reshape(-1, *shape))
     if len(shape) == 1:
         return lambda actions: list(actions.clip(low, high).astype(kind, copy=False))
     return lambda actions: list(actions.clip(low, high).astype(kind, copy=False).reshape(-1, *shape))

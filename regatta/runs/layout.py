@@ -4,6 +4,7 @@
              status.json                       how it stands; rewritten every few seconds
              metrics/00000.jsonl ...           journals: one JSON object a line, in segments
              episodes/00000.jsonl ...
+             checkpoints/blocks/<name>-<hash>.safetensors  what never changes, shared by all checkpoints
              checkpoints/000000050/state.safetensors, state.json, then manifest.json
 
 Iterations are counted from 1: row `iteration: i` and checkpoint i both speak of the state after i updates.
@@ -21,6 +22,7 @@ STATUS = "status.json"
 METRICS = "metrics"
 EPISODES = "episodes"
 CHECKPOINTS = "checkpoints"
+BLOCKS = "blocks"
 ARRAYS = "state.safetensors"
 STATE = "state.json"
 MANIFEST = "manifest.json"
@@ -41,6 +43,14 @@ def segment_key(run_id: str, journal: str, index: int) -> str:
 
 def checkpoints_key(run_id: str) -> str:
     return f"{run_id}/{CHECKPOINTS}"
+
+
+def blocks_key(run_id: str) -> str:
+    return f"{run_id}/{CHECKPOINTS}/{BLOCKS}"
+
+
+def block_key(run_id: str, name: str, sha256: str) -> str:
+    return f"{run_id}/{CHECKPOINTS}/{BLOCKS}/{name}-{sha256[:12]}.safetensors"
 
 
 def checkpoint_key(run_id: str, iteration: int, part: str) -> str:

@@ -73,21 +73,23 @@ class Run:
         """All finished checkpoints, oldest first."""
         return list_checkpoints(self._store, self.id)
 
-    def checkpoint(self, which: Which = "last") -> tuple[Checkpoint, list[str]]:
-        """A checkpoint that holds, and notes on newer ones that do not."""
-        return load_checkpoint(self._store, self.id, which)
+    def checkpoint(self, which: Which = "last", *, blocks: bool = True) -> tuple[Checkpoint, list[str]]:
+        """A checkpoint that holds, and notes on newer ones that do not. A policy alone needs none of its blocks."""
+        return load_checkpoint(self._store, self.id, which, blocks=blocks)
 
     def policy(self, which: Which = "last", allow: Collection[str] = ()) -> Agent:
         """The trained policy, ready to act in its environment: `run.policy().act(obs)`.
 
         `allow`: installed modules that the run's env.id may name; those in the current folder always may.
         """
+        from regatta import named
         from regatta.rollout.envs import EnvConfig, refuse_foreign
         from regatta.runs.agent import Agent
 
         env = msgspec.convert(self.config["env"], EnvConfig)
         refuse_foreign(env, allow)
-        checkpoint, _ = self.checkpoint(which)
+        checkpoint, _ = self.checkpoint(which, blocks=False)
+        named.refuse_foreign("network.kind", checkpoint.state["policy"]["network"]["kind"], allow)
         return Agent(checkpoint, env)
 
 

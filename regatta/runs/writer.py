@@ -1,4 +1,6 @@
-"""The writing end of a run, held by the learner. Nothing here waits for the store once the run is open."""
+"""The writing end of a run, held by the learner. Nothing here waits for the store once the run is open, but for one
+case: blocks of checkpoints that come faster than the store takes them, of which only so many bytes are held in memory.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +8,27 @@ import os
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import msgspec
 
 from regatta.errors import NotFound, RunNotFound, StoreError, UsageError
 from regatta.runs import facts
-from regatta.runs.checkpoint import Checkpoint, encode_checkpoint, prune, remove_after, write_checkpoint
+from regatta.runs.checkpoint import (
+    Block,
+    Checkpoint,
+    encode_block,
+    encode_checkpoint,
+    prune,
+    remove_after,
+    remove_unnamed_blocks,
+    stored_blocks,
+    write_blocks,
+    write_checkpoint,
+)
 from regatta.runs.journal import Journal
 from regatta.runs.layout import (
     EPISODES,
@@ -25,6 +40,7 @@ from regatta.runs.layout import (
     State,
     Status,
     age_s,
+    block_key,
     encode_record,
     iso,
     plain,
@@ -34,9 +50,12 @@ from regatta.runs.layout import (
 from regatta.runs.names import candidates, check_name
 from regatta.runs.saver import Saver, SaverState
 from regatta.store.base import Store
+from regatta.types import Arrays
 
 SAVE_EVERY_S = 2.0
 ROW_EVERY_S = 0.1
+WAITING_BLOCK_BYTES = 1 << 30  # of blocks that are not in the store yet, on top of what they were copied from
+BLOCKS_TIMEOUT_S = 30.0
 # Where these stand is what a row is about; of everything else it tells the mean since the row before.
 COUNTERS = frozenset({"iteration", "steps", "episodes", "version", "wall_s", "restarts", "results_dropped"})
 
@@ -44,7 +63,15 @@ COUNTERS = frozenset({"iteration", "steps", "episodes", "version", "wall_s", "re
 class RunWriter:
     """Made by `create` or `resume`. For one thread, the learner's; saving happens on the saver's."""
 
-    def __init__(self, store: Store, run_id: str, status: Status, journals: tuple[Journal, Journal], keep: int) -> None:
+    def __init__(
+        self,
+        store: Store,
+        run_id: str,
+        status: Status,
+        journals: tuple[Journal, Journal],
+        keep: int,
+        blocks: dict[str, Block] | None = None,
+    ) -> None:
         self.id = run_id
         self._store = store
         self._keep = keep
@@ -54,6 +81,13 @@ class RunWriter:
         self._status = status
         self._status_lock = threading.Lock()
         self._segments_dropped = 0
+        self._blocks: dict[str, Block] = blocks or {}  # of the newest checkpoint
+        # Of all checkpoints still to be written: the saver works on one while two wait, and one is being made.
+        self._unwritten: deque[Mapping[str, Block]] = deque(maxlen=4)
+        self._blocks_lock = threading.Lock()
+        self._given_up = 0
+        self._missing: str | None = None  # why the newest checkpoint was given up
+        self._told: list[str] = []
         self._saver = Saver()
         self._saver.repeat("metrics", SAVE_EVERY_S, self._metrics.save)
         self._saver.repeat("episodes", SAVE_EVERY_S, self._episodes.save)
@@ -95,13 +129,14 @@ class RunWriter:
             _check_free(run_id, status)
         store.sweep(run_id)
         remove_after(store, run_id, after)
+        blocks = stored_blocks(store, run_id, after)  # by name alone others must not count: theirs was another future
         journals = (
             Journal.resumed(store, run_id, METRICS, after),
             Journal.resumed(store, run_id, EPISODES, after),
         )
         status = _here(msgspec.structs.replace(status, status="running", error=None, weights_sha256=None))
         _put_status(store, run_id, status)
-        return cls(store, run_id, status, journals, keep)
+        return cls(store, run_id, status, journals, keep, blocks)
 
     def metrics(self, row: Mapping[str, Json]) -> None:
         """One row, with its `iteration`. At most ten a second are kept; those between are averaged."""
@@ -122,17 +157,88 @@ class RunWriter:
 
     def checkpoint(self, checkpoint: Checkpoint) -> None:
         """Save it soon, with every row up to here in the store before it; then prune the older ones."""
-        encoded = encode_checkpoint(checkpoint)
+        if not self._take_blocks(checkpoint.blocks):
+            self._given_up += 1
+            self._missing = f"checkpoint {checkpoint.iteration} was given up"
+            if self.saving().failing is None:  # of failures the saver tells
+                self._told.append(f"{self._missing}: its blocks were not all saved after {BLOCKS_TIMEOUT_S:.0f} s")
+            return
+        self._missing = None
+        encoded = encode_checkpoint(checkpoint, self._blocks)
         self._finish_row()
 
         def save() -> None:
             # A row that is only in memory when its checkpoint is resumed from would be missing for good.
             self._metrics.save()
             self._episodes.save()
-            write_checkpoint(self._store, self.id, encoded)
-            prune(self._store, self.id, self._keep)
+            try:
+                write_checkpoint(self._store, self.id, encoded)
+            except StoreError:
+                with suppress(StoreError):  # or a full disk would stay full of what given up checkpoints have left
+                    remove_unnamed_blocks(self._store, self.id, self._awaited_blocks())
+                raise
+            self._written(encoded.blocks)
+            prune(self._store, self.id, self._keep, self._awaited_blocks())
 
         self._saver.enqueue("checkpoint", save)
+
+    def _take_blocks(self, blocks: dict[str, Arrays]) -> bool:
+        """Encode those that are new; False if too many wait already and the store does not take them."""
+        before = self._blocks
+        self._blocks = taken = {name: before[name] for name in blocks if name in before}
+        with self._blocks_lock:
+            if self._missing is not None:
+                self._unwritten.pop()  # of the one given up, which nobody waits for
+            self._unwritten.append(taken)
+        waiting = self._waiting_bytes()
+        for name, arrays in blocks.items():
+            if name in taken:
+                continue
+            if waiting > WAITING_BLOCK_BYTES:
+                if not self._write_waiting():
+                    return False
+                waiting = 0
+            block = encode_block(name, arrays)
+            waiting += block.waiting_bytes
+            with self._blocks_lock:
+                taken[name] = block
+        return True
+
+    def _waiting_bytes(self) -> int:
+        with self._blocks_lock:
+            return sum(block.waiting_bytes for block in {b for some in self._unwritten for b in some.values()})
+
+    def _write_waiting(self) -> bool:
+        """Have all blocks written before the checkpoints they belong to; False if that does not work out."""
+        if self.saving().failing is not None:
+            return False
+        with self._blocks_lock:
+            unwritten = [dict(some) for some in self._unwritten]
+
+        def write() -> None:
+            for some in unwritten:
+                write_blocks(self._store, self.id, some)
+
+        self._saver.submit("blocks", write)
+        deadline = time.monotonic() + BLOCKS_TIMEOUT_S
+        while self._waiting_bytes():
+            if self.saving().failing is not None or time.monotonic() > deadline:
+                return False
+            time.sleep(0.002)
+        return True
+
+    def _written(self, blocks: Mapping[str, Block]) -> None:
+        """A checkpoint with these is in the store; those before it will not come any more."""
+        with self._blocks_lock:
+            if any(some is blocks for some in self._unwritten):
+                while self._unwritten.popleft() is not blocks:
+                    pass
+
+    def _awaited_blocks(self) -> set[str]:
+        """Keys of blocks in the store that are named by no manifest yet but will be."""
+        with self._blocks_lock:
+            stored = [(name, block.stored) for some in self._unwritten for name, block in some.items()]
+        return {block_key(self.id, name, block.sha256) for name, block in stored if block is not None}
 
     def flush(self, timeout_s: float = 0.0) -> bool:
         """Save everything now rather than soon; with a timeout, wait for it. Whether it is all saved."""
@@ -144,7 +250,7 @@ class RunWriter:
 
     def warnings(self) -> list[str]:
         """What to tell the user about saving since the last call."""
-        told = self._saver.warnings()
+        told, self._told = [*self._saver.warnings(), *self._told], []
         dropped = self._metrics.dropped_segments + self._episodes.dropped_segments
         if dropped > self._segments_dropped:
             self._segments_dropped = dropped
@@ -158,9 +264,9 @@ class RunWriter:
         """Save what is left and end with this status. False if not everything could be saved."""
         saved = False
         try:
-            saved = self.flush(timeout_s)
+            saved = self.flush(timeout_s) and self._missing is None
         finally:
-            failing = self.saving().failing or "out of time"
+            failing = self.saving().failing or self._missing or "out of time"
             self._saver.stop()
             lost = [] if saved else [f"not everything could be saved: {failing}"]
             if lost and status == "done":
@@ -180,7 +286,7 @@ class RunWriter:
     def _save_status(self) -> None:
         with self._status_lock:
             status = self._status
-        dropped = status.checkpoints_dropped + self._saver.state().dropped
+        dropped = status.checkpoints_dropped + self._saver.state().dropped + self._given_up
         _put_status(self._store, self.id, msgspec.structs.replace(status, checkpoints_dropped=dropped))
 
 

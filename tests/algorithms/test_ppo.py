@@ -12,12 +12,13 @@ import pytest
 from regatta.algorithms.ppo import METRICS, PPO, PPOConfig, loss
 from regatta.errors import NonFinite
 from regatta.policies.distributions import ActionSpec
-from regatta.policies.networks import NetworkConfig
+from regatta.policies.networks import NetworkConfig, ObsSpec
 from regatta.policies.normalize import Moments, RewardScale
 from regatta.policies.policy import Policy, PolicySpec
 from regatta.types import Arrays, Collect, Result, Snapshot
 
 OBS, ACTIONS = 3, 2
+DISCRETE = ActionSpec("discrete", (ACTIONS,))
 LANES, ENVS, STEPS = 2, 2, 4
 SIZE = LANES * ENVS * STEPS
 SMALL = {"rollout_steps": STEPS, "epochs": 2, "minibatch": SIZE // 2, "lr": 0.01}
@@ -28,7 +29,7 @@ Results = list[tuple[Result, Arrays]]
 def make_ppo(total_iterations: int = 4, seed: int = 7, **knobs: Any) -> PPO:
     config = PPOConfig(**(SMALL | knobs))
     network = NetworkConfig(sizes=(5,))
-    spec = PolicySpec(OBS, ActionSpec("discrete", (ACTIONS,)), network, normalized=config.normalize_obs)
+    spec = PolicySpec(ObsSpec((OBS,)), ActionSpec("discrete", (ACTIONS,)), network, normalized=config.normalize_obs)
     return PPO(config, Policy(spec), LANES, ENVS, seed, total_iterations)
 
 
@@ -53,7 +54,7 @@ def make_results(seed: int = 0) -> Results:
         if number == 1:
             arrays["valid"][1, 1] = False
             arrays["truncated"][1, 1] = True
-        results.append((Result(number, 0, [], [], 0.0), arrays))
+        results.append((Result(number, 0, 0, [], [], 0.0), arrays))
     return results
 
 
@@ -113,7 +114,9 @@ HAND_ENTROPY = (0.5623351446 + 0.3250829734) / 2  # of (1/4, 3/4) and (1/10, 9/1
 
 def hand_loss(batch: dict[str, Any] = HAND_BATCH, clip: float = 0.2, **knobs: Any) -> dict[str, float]:
     policy = Policy(
-        PolicySpec(1, ActionSpec("discrete", (2,)), NetworkConfig(sizes=(1,), activation="relu"), normalized=False)
+        PolicySpec(
+            ObsSpec((1,)), ActionSpec("discrete", (2,)), NetworkConfig(sizes=(1,), activation="relu"), normalized=False
+        )
     )
     config = PPOConfig(**({"normalize_advantages": False, "value_coef": 0.5} | knobs))
     whole, metrics = loss(np, policy, config, HAND_PARAMS, batch, clip)
@@ -316,7 +319,7 @@ def test_what_must_have_an_influence_has(fresh: PPO, beginning: Arrays, what: st
     "action", [ActionSpec("discrete", (4,), masked=True), ActionSpec("box", (2,))], ids=lambda a: a.kind
 )
 def test_other_actions_and_a_shared_trunk(action: ActionSpec) -> None:
-    spec = PolicySpec(OBS, action, NetworkConfig(sizes=(5,), shared=True), normalized=False)
+    spec = PolicySpec(ObsSpec((OBS,)), action, NetworkConfig(sizes=(5,), shared=True), normalized=False)
     ppo = PPO(PPOConfig(**SMALL), Policy(spec), LANES, ENVS, 1, 4)
     results = make_results()
     rng = np.random.default_rng(0)
@@ -376,7 +379,7 @@ def test_every_epoch_takes_every_sample_once(fresh: PPO) -> None:
 
 
 def test_tasks_cover_every_lane(fresh: PPO) -> None:
-    assert fresh.tasks(5, 4) == [Collect(0, 5, 4, STEPS, 0), Collect(1, 5, 4, STEPS, 0)]
+    assert fresh.tasks(5, 4) == [(Collect(0, 5, 4, STEPS, 0), {}), (Collect(1, 5, 4, STEPS, 0), {})]
     assert fresh.steps_per_iteration == SIZE
 
 
@@ -490,3 +493,73 @@ def test_a_loaded_state_goes_on_identically(with_statistics: PPO) -> None:
     assert iterate(one, range(2, 4)) == iterate(other, range(2, 4))
     assert same(one.state(), other.state())
     assert not same(one.state(), saved)
+
+
+# -- memory -----------------------------------------------------------------------------------------------
+
+
+def recurrent_results(algorithm: PPO, snapshot: Snapshot) -> list[tuple[Result, Arrays]]:
+    """What two lanes would send, acting with the snapshot."""
+    policy, rng = algorithm.policy, np.random.default_rng(5)
+    play, results = policy.player(snapshot.arrays), []
+    for lane in range(2):
+        obs = rng.normal(size=(9, 2, OBS)).astype(np.float32)
+        done = rng.random((8, 2)) < 0.3
+        state = first = rng.normal(size=(2, policy.state_size)).astype(np.float32)
+        actions = np.zeros((8, 2), np.int32)
+        finals, final_states, index = [], [], []
+        for t in range(8):
+            actions[t], state = play(obs[t], policy.distribution.noise(rng, 2), None, state)
+            for i in np.flatnonzero(done[t]):
+                finals.append(rng.normal(size=OBS))
+                final_states.append(state[i].copy())
+                index.append((t, i))
+                state[i] = 0
+        arrays = {
+            "obs": obs[:-1],
+            "last_obs": obs[-1],
+            "actions": actions,
+            "rewards": rng.normal(size=(8, 2)).astype(np.float32),
+            "terminated": np.zeros((8, 2), bool),
+            "truncated": done,
+            "valid": np.ones((8, 2), bool),
+            "final_obs": np.array(finals, np.float32).reshape(-1, OBS),
+            "final_index": np.array(index, np.int32).reshape(-1, 2),
+            "state": first,
+            "last_state": state,
+            "final_state": np.array(final_states, np.float32).reshape(-1, policy.state_size),
+        }
+        results.append((Result(lane, 0, 16, [], [], 0.0, lane), arrays))
+    return results
+
+
+@pytest.mark.parametrize("kind", ["elman", "lstm"])
+def test_with_memory_the_first_gradient_step_sees_what_was_acted(kind: str) -> None:
+    config = PPOConfig(rollout_steps=8, segment=4, minibatch=32, epochs=1, normalize_obs=True)
+    network = NetworkConfig(kind=kind, sizes=(5,))
+    algorithm = config.build(Policy(config.policy(ObsSpec((OBS,)), DISCRETE, True, network)), 2, 2, 0, 1000)
+    snapshot = algorithm.snapshot(0)
+    metrics = algorithm.update(0, recurrent_results(algorithm, snapshot), snapshot)
+    assert metrics["kl"] == pytest.approx(0, abs=1e-6)
+    assert metrics["clip_fraction"] == 0
+    assert metrics["gradient_steps"] == 1
+
+
+def test_with_memory_segments_make_the_same_gradient_as_whole_columns() -> None:
+    """Of one gradient step, all but the reach back beyond a segment's beginning: none at segments of one chunk."""
+    after = {}
+    for segment in (4, 8):
+        config = PPOConfig(rollout_steps=8, segment=segment, minibatch=32, epochs=1, normalize_advantages=False)
+        network = NetworkConfig(kind="lstm", sizes=(5,))
+        algorithm = config.build(Policy(config.policy(ObsSpec((OBS,)), DISCRETE, True, network)), 2, 2, 0, 1000)
+        snapshot = algorithm.snapshot(0)
+        metrics = algorithm.update(0, recurrent_results(algorithm, snapshot), snapshot)
+        after[segment] = (metrics["policy_loss"], metrics["value_loss"], metrics["entropy"])
+    np.testing.assert_allclose(after[4], after[8], rtol=1e-5, atol=1e-6)
+
+
+def test_segments_must_divide_what_they_are_cut_from() -> None:
+    config, network = PPOConfig(rollout_steps=10, segment=4, minibatch=8), NetworkConfig(kind="lstm")
+    texts = [text for _, text in config.faults(network, 1, 4, 1000)]
+    assert any("algorithm.segment = 4" in text and "algorithm.segment=2" in text for text in texts)
+    assert not any("segment" in text for _, text in config.faults(NetworkConfig(), 1, 4, 1000))

@@ -103,7 +103,7 @@ def lane(number: int, envs: int, finals: list[tuple[int, int]]) -> tuple[Result,
         "final_obs": np.array([[10.0 * number + t] for t, _ in finals], np.float32).reshape(-1, 1),
         "final_index": np.array(finals, np.int32).reshape(-1, 2),
     }
-    return Result(number, 0, [], [], 0.0), arrays
+    return Result(number, 0, 0, [], [], 0.0), arrays
 
 
 def test_lanes_are_joined_in_their_order() -> None:

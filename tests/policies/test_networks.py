@@ -10,8 +10,17 @@ import pytest
 
 from regatta.policies.distributions import ActionSpec
 from regatta.policies.flat import Layout
-from regatta.policies.networks import NetworkConfig, activate, init_layer, mlp, orthogonal
-from regatta.policies.policy import HIDDEN_GAIN, POLICY_GAIN, VALUE_GAIN, Policy, PolicySpec
+from regatta.policies.networks import (
+    HIDDEN_GAIN,
+    NetworkConfig,
+    ObsSpec,
+    activate,
+    dense,
+    init_layer,
+    linear,
+    orthogonal,
+)
+from regatta.policies.policy import POLICY_GAIN, VALUE_GAIN, Policy, PolicySpec
 from regatta.seeding import stream
 
 DISCRETE = ActionSpec("discrete", (3,))
@@ -22,7 +31,7 @@ def policy_of(
     action: ActionSpec = DISCRETE, *, shared: bool = False, normalized: bool = False, activation: str = "tanh"
 ) -> Policy:
     network = NetworkConfig(sizes=(8, 6), shared=shared, log_std=-0.5, activation=activation)  # type: ignore[arg-type]
-    return Policy(PolicySpec(4, action, network, normalized))
+    return Policy(PolicySpec(ObsSpec((4,)), action, network, normalized))
 
 
 # -- networks ---------------------------------------------------------------------------------------------
@@ -64,17 +73,19 @@ def test_activations_stay_finite_without_warnings(kind: str) -> None:
         assert np.isfinite(activate(np, kind, x)).all()
 
 
-def test_mlp_by_hand() -> None:
+def test_dense_layers_by_hand() -> None:
     arrays = {
-        "0/w": np.array([[1.0, -1.0]]),
-        "0/b": np.array([0.0, 1.0]),
-        "1/w": np.array([[2.0], [3.0]]),
-        "1/b": np.array([-5.0]),
+        "pi/0/w": np.array([[1.0, -1.0]]),
+        "pi/0/b": np.array([0.0, 1.0]),
+        "pi/1/w": np.array([[2.0], [3.0]]),
+        "pi/1/b": np.array([-5.0]),
     }
     x = np.array([[2.0], [-1.0]])
-    # hidden: relu([2, -1]) = [2, 0], relu([-1, 2]) = [0, 2]; outputs: 4 - 5 and 6 - 5
-    np.testing.assert_array_equal(mlp(np, arrays, ["0", "1"], "relu", x), [[-1.0], [1.0]])
-    np.testing.assert_array_equal(mlp(np, arrays, ["0", "1"], "relu", x, last=True), [[0.0], [1.0]])
+    # hidden: relu([2, -1]) = [2, 0], relu([-1, 2]) = [0, 2]; then 4 - 5 and 6 - 5
+    hidden = dense(np, arrays, "pi", 1, "relu", x)
+    np.testing.assert_array_equal(hidden, [[2.0, 0.0], [0.0, 2.0]])
+    np.testing.assert_array_equal(linear(arrays, "pi/1", hidden), [[-1.0], [1.0]])
+    np.testing.assert_array_equal(dense(np, arrays, "pi", 2, "relu", x), [[0.0], [1.0]])
 
 
 # -- the policy -------------------------------------------------------------------------------------------
@@ -148,11 +159,14 @@ def test_player_is_deterministic(action: ActionSpec) -> None:
     noise = policy.distribution.noise(np.random.default_rng(1), 6)
     one, other = policy.player(arrays), policy.player(arrays)
     for given in (noise, None):
-        actions = one(obs, given, None)
+        actions, state = one(obs, given, None, None)
         assert actions.shape == (6, *action.shape)
-        np.testing.assert_array_equal(actions, one(obs, given, None))
-        np.testing.assert_array_equal(actions, other(obs, given, None))
-    np.testing.assert_array_equal(one(obs, None, None), policy.distribution.mode(policy.act_out(np, arrays, obs)))
+        assert state is None
+        np.testing.assert_array_equal(actions, one(obs, given, None, None)[0])
+        np.testing.assert_array_equal(actions, other(obs, given, None, None)[0])
+    np.testing.assert_array_equal(
+        one(obs, None, None, None)[0], policy.distribution.mode(policy.act_out(np, arrays, obs))
+    )
 
 
 def test_player_applies_the_statistics_of_its_snapshot() -> None:
@@ -160,8 +174,8 @@ def test_player_applies_the_statistics_of_its_snapshot() -> None:
     arrays = plain.init(stream(1, "init"))
     stats = {"stats/mean": np.full(4, 2.0, np.float32), "stats/scale": np.full(4, 0.5, np.float32)}
     obs = np.array([[2.0, 4.0, 0.0, 1e9]], np.float32)
-    expected = plain.player(arrays)(np.array([[0.0, 1.0, -1.0, 10.0]], np.float32), None, None)
-    np.testing.assert_array_equal(normalized.player(arrays | stats)(obs, None, None), expected)
+    expected, _ = plain.player(arrays)(np.array([[0.0, 1.0, -1.0, 10.0]], np.float32), None, None, None)
+    np.testing.assert_array_equal(normalized.player(arrays | stats)(obs, None, None, None)[0], expected)
 
 
 def test_player_obeys_the_mask() -> None:
@@ -171,7 +185,7 @@ def test_player_obeys_the_mask() -> None:
     obs = np.zeros((2, 4), np.float32)
     noise = policy.distribution.noise(np.random.default_rng(0), 2)
     for given in (noise, None):
-        np.testing.assert_array_equal(policy.player(arrays)(obs, given, mask), [1, 0])
+        np.testing.assert_array_equal(policy.player(arrays)(obs, given, mask, None)[0], [1, 0])
 
 
 # -- one vector -------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ def rig(watch: Watch) -> Iterator[Callable[..., Rig]]:
     def build(config: EnvConfig, like: EnvConfig | None = None, *, number: int = 0, seed: int = 7) -> Rig:
         """`like` is probed instead of an environment that would not survive it."""
         found = probe(like or config)
-        policy = Policy(PolicySpec(found.obs_size, found.action, NetworkConfig(sizes=(8,)), False))
+        policy = Policy(PolicySpec(found.obs, found.action, NetworkConfig(sizes=(8,)), False))
         worlds.Troubled.made = worlds.SecondReset.made = worlds.BadMask.made = 0
         rigs.append(Rig(config, policy, watch, number, seed))
         return rigs[-1]

@@ -15,6 +15,7 @@ from gymnasium import wrappers
 
 from regatta.errors import ConfigError, EnvError, UsageError
 from regatta.policies.distributions import ActionSpec
+from regatta.policies.networks import ObsSpec
 from regatta.rollout.envs import EnvConfig, bare, close, make, probe, refuse_foreign
 from regatta.rollout.spaces import Interface
 
@@ -104,6 +105,44 @@ def test_a_missing_part_says_how_to_get_it(registered: None, text: str, extra: s
     assert extra in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("id", "module", "extra"),
+    [
+        ("ALE/Pong-v5", "ale_py", "regatta-rl[atari]"),
+        ("VizdoomBasic-v1", "vizdoom.gymnasium_wrapper", "regatta-rl[doom]"),
+    ],
+)
+def test_a_missing_package_says_how_to_get_it(
+    id: str, module: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ConfigError, match="needs a package") as refused:
+        make(EnvConfig(id=id))
+    assert f"pip install '{extra}'" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "fault"),
+    [
+        ({"frame_skip": 0}, "frame_skip"),
+        ({"frame_stack": 0}, "frame_stack"),
+        ({"noop_max": -1}, "noop_max"),
+        ({"resize": [84]}, "resize"),
+        ({"resize": [84, 84, 3]}, "resize"),
+        ({"resize": [84, 0]}, "resize"),
+        ({"hide": [-1]}, "hide"),
+    ],
+)
+def test_knobs_out_of_range(knobs: dict[str, Any], fault: str) -> None:
+    with pytest.raises(msgspec.ValidationError, match=fault):
+        msgspec.convert({"id": "CartPole-v1", **knobs}, EnvConfig)
+
+
+def test_knobs_survive_the_way_through_json() -> None:
+    config = EnvConfig(id="ALE/Pong-v5", frame_skip=4, grayscale=True, resize=(84, 84), hide=(1, 3), noop_max=30)
+    assert msgspec.json.decode(msgspec.json.encode(config), type=EnvConfig) == config
+
+
 def test_a_function_of_a_module_here(folder: Path) -> None:
     env = make(EnvConfig(id="home_made:make", kwargs={"size": 9}))
     assert env.unwrapped.spec is not None
@@ -181,20 +220,20 @@ def test_bare_stops_at_wrappers_that_do_something() -> None:
 @pytest.mark.parametrize(
     ("config", "interface"),
     [
-        (EnvConfig(id="CartPole-v1"), Interface(4, ActionSpec("discrete", (2,)))),
-        (EnvConfig(id="Pendulum-v1"), Interface(3, ActionSpec("box", (1,)))),
-        (EnvConfig(id="worlds:Masked"), Interface(2, ActionSpec("discrete", (6,), True))),
+        (EnvConfig(id="CartPole-v1"), Interface(ObsSpec((4,)), ActionSpec("discrete", (2,)))),
+        (EnvConfig(id="Pendulum-v1"), Interface(ObsSpec((3,)), ActionSpec("box", (1,)))),
+        (EnvConfig(id="worlds:Masked"), Interface(ObsSpec((2,)), ActionSpec("discrete", (6,), True))),
         (
             EnvConfig(id="worlds:Masked", kwargs={"in_dict": True}),
-            Interface(2, ActionSpec("discrete", (6,), True)),
+            Interface(ObsSpec((2,)), ActionSpec("discrete", (6,), True)),
         ),
         (
             EnvConfig(id="worlds:Masked", kwargs={"sizes": [2, 5]}),
-            Interface(2, ActionSpec("multidiscrete", (2, 5), True)),
+            Interface(ObsSpec((2,)), ActionSpec("multidiscrete", (2, 5), True)),
         ),
         (
             EnvConfig(id="worlds:Troubled", kwargs={"trouble": "close", "at": -1}),
-            Interface(2, ActionSpec("discrete", (2,))),
+            Interface(ObsSpec((2,)), ActionSpec("discrete", (2,))),
         ),
     ],
 )
@@ -234,7 +273,17 @@ def test_close_never_fails() -> None:
 
 
 @pytest.mark.parametrize(
-    "env_id", ["os:system", "subprocess:run", "numpy:load", "gymnasium.envs:registration", "os:X-v0"]
+    "env_id",
+    [
+        "os:system",
+        "subprocess:run",
+        "numpy:load",
+        "gymnasium.envs:registration",
+        "os:X-v0",
+        "Vizdoom:system",
+        "ALE/os:system",
+        "envpool.python:X",
+    ],
 )
 def test_modules_from_elsewhere_are_refused(env_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -248,3 +297,16 @@ def test_own_allowed_and_registered_environments_are_not(tmp_path: Path, monkeyp
     (tmp_path / "package").mkdir()
     for env_id in ("CartPole-v1", "mine:make", "package.inner:make", "elsewhere.inner:make"):
         refuse_foreign(EnvConfig(id=env_id), ["elsewhere"])
+    for env_id in ("ALE/Pong-v5", "VizdoomBasic-v1", "go9x9", "envpool:CartPole-v1"):
+        refuse_foreign(EnvConfig(id=env_id, kwargs={"level": 3, "fast": True}), [])
+
+
+@pytest.mark.parametrize(
+    "kwargs", [{"vizdoom_path": "/bin/sh"}, {"game_args": ["+exec", "x"]}, {"config_file": {"a": "b"}}]
+)
+def test_a_learner_cannot_name_the_program_that_is_doom(kwargs: dict[str, Any]) -> None:
+    """ViZDoom's arguments may say where its engine lies."""
+    config = EnvConfig(id="VizdoomBasic-v1", kwargs={"screen_resolution": "RES_160X120", **kwargs})
+    with pytest.raises(UsageError, match=f"{next(iter(kwargs))} is .*--allow vizdoom"):
+        refuse_foreign(config, [])
+    refuse_foreign(config, ["vizdoom"])

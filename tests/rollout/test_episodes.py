@@ -21,7 +21,7 @@ SANE = EnvConfig(id="worlds:Counting")
 
 def played(watch: Watch, config: EnvConfig, like: EnvConfig | None = None, **task: Any) -> list[Episode]:
     found = probe(like or config)
-    policy = Policy(PolicySpec(found.obs_size, found.action, NetworkConfig(sizes=(8,)), False))
+    policy = Policy(PolicySpec(found.obs, found.action, NetworkConfig(sizes=(8,)), False))
     worlds.Troubled.made = 0
     act = policy.player(policy.init(np.random.default_rng(0)))
     return play(Play(**{"version": 0, "episodes": 4, "seed": 1, **task}), config, policy, act, watch)

@@ -190,7 +190,7 @@ def test_arrays_are_allocated_once(rig: Build) -> None:
 def test_masks_are_never_violated(rig: Build, kwargs: dict[str, Any]) -> None:
     built = rig(EnvConfig(id="worlds:Masked", kwargs=kwargs | {"end_at": 50}, lane_envs=4))
     loud = built.act
-    built.act = lambda obs, noise, mask: loud(50 * obs, noise, mask)  # logits that prefer illegal choices
+    built.act = lambda obs, noise, mask, state: loud(50 * obs, noise, mask, state)  # logits that prefer illegal choices
     sizes = kwargs.get("sizes", [6])
     for iteration in range(2):
         arrays, episodes, faults = built.collect(iteration, 500)

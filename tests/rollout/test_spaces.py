@@ -16,6 +16,7 @@ from regatta.rollout.spaces import (
     action_spec,
     mask_of,
     observation_size,
+    observation_spec,
     read_mask,
     to_env,
     writer,
@@ -36,9 +37,11 @@ MASKED = spaces.Dict(action_mask=FLAGS, state=spaces.Box(-1, 1, (2,)))
 
 
 def written(space: spaces.Space[Any], obs: Any) -> list[float]:
-    row = np.full(observation_size(space), 9, np.float32)
+    spec = observation_spec(space)
+    row = np.full(spec.shape, 9, spec.dtype)
     writer(space)(row, obs)
-    return row.tolist()
+    numbers: list[float] = row.tolist()
+    return numbers
 
 
 @pytest.mark.parametrize(
@@ -50,7 +53,7 @@ def written(space: spaces.Space[Any], obs: Any) -> list[float]:
         (BOX, np.array([True, False, True]), [1, 0, 1]),
         (GRID, np.arange(6.0).reshape(2, 3), [0, 1, 2, 3, 4, 5]),
         (GRID, np.arange(6.0).reshape(3, 2).T, [0, 2, 4, 1, 3, 5]),
-        (PIXELS, np.array([[0, 255], [7, 8]], np.uint8), [0, 255, 7, 8]),
+        (PIXELS, np.array([[0, 255], [7, 8]], np.uint8), [[0, 255], [7, 8]]),
         (INTS, np.array([-5, 4], np.int64), [-5, 4]),
         (spaces.Box(-1, 1, ()), np.float32(0.5), [0.5]),
         (spaces.Box(-1, 1, ()), 0.5, [0.5]),
@@ -86,7 +89,8 @@ def test_observations_become_rows(space: spaces.Space[Any], obs: Any, row: list[
         (BOX, np.zeros(3, complex), "dtype complex128"),
         (BOX, np.array(["1", "2", "3"]), "dtype <U1"),
         (INTS, np.array([0.5, 0.5]), "dtype float64"),
-        (PIXELS, np.zeros((2, 2)), "dtype float64"),
+        (PIXELS, np.zeros((2, 2)), "float64, its space says uint8"),
+        (PIXELS, np.zeros((2, 3), np.uint8), r"shape \(2, 3\), its space says \(2, 2\)"),
         (FLAGS, np.array([0.5, 0, 1]), "dtype float64"),
         (CHOICE, 4, "observation 4 is not one of the 4 choices from 0 on"),
         (CHOICE, -1, "not one of the 4 choices"),
