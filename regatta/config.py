@@ -309,6 +309,7 @@ def _unknown(path: str, where: str = "", struct: type[msgspec.Struct] | None = N
         guesses = [f"{section}.{word}" for word in difflib.get_close_matches(name, known, n=1)]
     # The right name in the wrong section, or in none: `lr=3e-4`.
     guesses += [f"{other}.{word}" for other in SECTIONS for word in _names(other) if word == (name or section)]
+    guesses = [guess for guess in guesses if guess != path]  # one of another algorithm's
     close_text = f" did you mean {guesses[0]!r}?" if guesses else ""
     return f"unknown key {path!r}{where};{close_text} {valid}"
 

@@ -286,7 +286,7 @@ def _named(name: str) -> Any:
 
 
 def _refuse_parallel(name: str, population: int) -> None:
-    if population > 1 and _named(name).no_parallelization:
+    if _named(name).no_parallelization and population > 1:
         raise ConfigError(
             f"algorithm.optimizer = {name!r}: it asks for one member at a time, and algorithm.population is "
             f"{population}; set it to 1"
