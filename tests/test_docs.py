@@ -160,7 +160,7 @@ def test_the_readme_holds_the_two_commands_each_on_a_line() -> None:
 
 
 def test_the_readme_names_every_preset_and_its_environment() -> None:
-    rows = re.findall(r"^\| `([a-z0-9-]+)` \| ([\w-]+)", README.read_text("utf-8"), re.MULTILINE)
+    rows = re.findall(r"^\| `([a-z0-9-]+)` \| ([\w/-]+)", README.read_text("utf-8"), re.MULTILINE)
     assert dict(rows) == {name: configs.resolve(name).env.id for name in configs.preset_names()}
 
 

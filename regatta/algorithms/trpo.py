@@ -48,7 +48,7 @@ class TRPOConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fi
     max_kl: Annotated[float, Meta(gt=0, le=10, description="mean KL by which an iteration may move the policy")] = 0.01
     cg_steps: Annotated[int, Meta(ge=1, le=1000, description="conjugate-gradient steps to the natural gradient")] = 10
     cg_damping: Annotated[float, Meta(ge=0, description="multiple of the identity added to the Fisher matrix")] = 0.1
-    fisher_every: Annotated[int, Meta(ge=1, description="the Fisher matrix takes every so manieth sample")] = 1
+    fisher_every: Annotated[int, Meta(ge=1, description="the Fisher matrix takes only every n-th sample")] = 1
     line_search_steps: Annotated[int, Meta(ge=1, le=100, description="step lengths tried before none is taken")] = 10
     line_search_shrink: Annotated[float, Meta(gt=0, lt=1, description="from one tried step length to the next")] = 0.8
     entropy_coef: Annotated[float, Meta(ge=0, description="weight of the entropy bonus")] = 0.0
@@ -120,7 +120,6 @@ class Critic:
 
     def __init__(self, spec: PolicySpec, time_feature: int | None) -> None:
         self.timed = time_feature is not None
-        self.rank = len(spec.obs.shape)
         self.network = network(spec.network, ObsSpec((int(np.prod(spec.obs.shape)) + 1,)) if self.timed else spec.obs)
 
     def init(self, rng: np.random.Generator) -> Arrays:
