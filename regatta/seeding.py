@@ -11,8 +11,16 @@ from typing import Final
 import numpy as np
 
 _PURPOSES: Final = {
-    "init": 1, "reset": 2, "action": 3, "minibatch": 4, "play": 5,
-    "table": 6, "member": 7, "score": 8, "replay": 9, "search": 10,
+    "init": 1,
+    "reset": 2,
+    "action": 3,
+    "minibatch": 4,
+    "play": 5,
+    "table": 6,
+    "member": 7,
+    "score": 8,
+    "replay": 9,
+    "search": 10,
 }
 
 

@@ -19,8 +19,9 @@ def play(task: Play, config: envs.EnvConfig, policy: Policy, act: Act, watch: Wa
     found: list[Episode] = []
     with watch:
         stepper = envs.bare(envs.make(config))
-        write, to_env = spaces.writer(stepper.env.observation_space), spaces.to_env(
-            stepper.env.action_space, policy.squashed
+        write, to_env = (
+            spaces.writer(stepper.env.observation_space),
+            spaces.to_env(stepper.env.action_space, policy.squashed),
         )
         row = np.zeros((1, *policy.obs.shape), policy.obs.dtype)
         limit = stepper.limit or 2**62
