@@ -8,21 +8,12 @@ one rollout and one update, has returned.
 from __future__ import annotations
 
 import json
-import logging
-import os
-import secrets
 import sys
-import tempfile
 import time
 from importlib import metadata
 from typing import Any
 
-# Before Ray is imported: its ports are closed to others, and it reports nothing to anyone.
-os.environ["RAY_AUTH_MODE"] = "token"
-os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-
-import ray
+import local_ray  # before Ray
 import torch
 from ray.rllib.algorithms.ppo import PPOConfig
 from ray.rllib.core.rl_module.default_model_config import DefaultModelConfig
@@ -32,6 +23,8 @@ def config(settings: dict[str, Any]) -> PPOConfig:
     knobs = settings["algorithm"]
     if knobs["normalize_obs"] or knobs["normalize_reward"]:
         sys.exit("normalisation is not comparable in RLlib: turn it off on both sides")
+    if settings["kwargs"]:
+        sys.exit("env.kwargs is not passed on to RLlib: leave it empty on both sides")
     linear = knobs["lr_schedule"] == "linear"
     rate = [[0, knobs["lr"]], [settings["steps"], 0.0]] if linear else knobs["lr"]
     return (
@@ -70,19 +63,8 @@ def config(settings: dict[str, Any]) -> PPOConfig:
 def main() -> None:
     torch.set_num_threads(1)
     settings = json.loads(sys.argv[1])
-    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
-        ray.init(
-            address="local",
-            include_dashboard=False,
-            logging_level=logging.ERROR,
-            log_to_driver=False,
-            _node_ip_address="127.0.0.1",
-            _temp_dir=folder,
-        )
-        try:
-            steps, seconds = train(settings)
-        finally:
-            ray.shutdown()
+    with local_ray.started():
+        steps, seconds = train(settings)
     versions = {name: metadata.version(name) for name in ("ray", "torch", "gymnasium", "numpy")}
     figures = {"steps": steps, "seconds": seconds, "steps_per_s": steps / max(seconds, 1e-9)}
     print(json.dumps({**figures, "versions": versions}))

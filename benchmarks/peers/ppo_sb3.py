@@ -44,19 +44,34 @@ class Clock(BaseCallback):
             self.seconds = time.perf_counter() - self.started[0]
             self.steps = self.model.num_timesteps - self.started[1]
 
+    def figures(self) -> dict[str, Any]:
+        return {"steps": self.steps, "seconds": self.seconds, "steps_per_s": self.steps / max(self.seconds, 1e-9)}
+
 
 def schedule(first: float, kind: str) -> Any:
     return (lambda remaining: remaining * first) if kind == "linear" else first
 
 
-def train(ppo: Any, activations: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+def environments(settings: dict[str, Any]) -> Any:
     knobs = settings["algorithm"]
-    vec_env = SubprocVecEnv if settings["vec_env"] == "subproc" else DummyVecEnv
-    envs: Any = make_vec_env(settings["env"], settings["envs"], seed=settings["seed"], vec_env_cls=vec_env)
+    name = settings["env"]
+    envs: Any = make_vec_env(
+        f"ale_py:{name}" if name.startswith("ALE/") else name,  # registered by that module, also in other processes
+        settings["envs"],
+        seed=settings["seed"],
+        env_kwargs=settings["kwargs"],
+        vec_env_cls=SubprocVecEnv if settings["vec_env"] == "subproc" else DummyVecEnv,
+    )
     if knobs["normalize_obs"] or knobs["normalize_reward"]:
         envs = VecNormalize(
             envs, norm_obs=knobs["normalize_obs"], norm_reward=knobs["normalize_reward"], gamma=knobs["gamma"]
         )
+    return envs
+
+
+def train(ppo: Any, activations: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+    knobs = settings["algorithm"]
+    envs = environments(settings)
     model = ppo(
         "MlpPolicy",
         envs,
@@ -86,7 +101,7 @@ def train(ppo: Any, activations: dict[str, Any], settings: dict[str, Any]) -> di
     if "save" in settings:
         model.save(settings["save"])
     envs.close()
-    return {"steps": clock.steps, "seconds": clock.seconds, "steps_per_s": clock.steps / max(clock.seconds, 1e-9)}
+    return clock.figures()
 
 
 def evaluate(ppo: Any, settings: dict[str, Any]) -> dict[str, Any]:
