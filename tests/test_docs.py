@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 import typer
 from programs import REGATTA
@@ -102,7 +103,11 @@ def test_commands_run(command: str, folder: Path) -> None:
     name, options = parsed(command)
     if name == "train":  # the same, for one iteration and under a name that is free
         env, algorithm = (config := resolved(options)).env, config.algorithm
-        words = [*words, f"run.steps={env.lanes * env.lane_envs * algorithm.rollout_steps}", "algorithm.epochs=1"]
+        knobs = msgspec.structs.asdict(algorithm)
+        steps = env.lanes * env.lane_envs * knobs.get("rollout_steps", 0)
+        words.append(f"run.steps={steps or knobs['population'] * knobs['episodes']}")
+        small = {"epochs": 1, "critic_epochs": 1, "learning_starts": 0}
+        words += [f"algorithm.{knob}={value}" for knob, value in small.items() if knob in knobs]
         if options["name"]:
             words[words.index("--name") + 1] = f"{TRAINED}-again-{len(list(folder.glob('*/my-run*')))}"
     if name == "evaluate":
