@@ -86,11 +86,12 @@ def test_same_weights_for_any_workers_and_after_any_interrupt(
     print(f"{name}: {whole.status().iterations} iterations, interrupted at {stopped_at}")
 
 
-def test_a_lane_that_moves_takes_its_memory_along(store: Path, tmp_path: Path, environments: None) -> None:
-    """Killed workers: the lanes of a policy with memory are rebuilt elsewhere, memory and all."""
+@pytest.mark.parametrize("name", ["ppo, lstm", "es"])
+def test_killed_workers_change_nothing(name: str, store: Path, tmp_path: Path, environments: None) -> None:
+    """Lanes are rebuilt elsewhere, with the memory of their policy; members of a population are scored once."""
     flag = tmp_path / "slow"
     flag.touch()
-    algorithm, *others = FAMILY["ppo, lstm"]
+    algorithm, *others = FAMILY[name]
     overrides = [*others, "env.id=environments:paced", "run.steps=8192", "run.checkpoint_every=4096"]
     whole = regatta.train(algorithm, overrides, seed=2, workers=0, store=str(store))
     kills: list[float] = []
@@ -105,28 +106,6 @@ def test_a_lane_that_moves_takes_its_memory_along(store: Path, tmp_path: Path, e
     slow = [f"env.kwargs.flag={flag}", "env.kwargs.sleep_s=0.001"]
     run = regatta.train(algorithm, [*overrides, *slow], seed=2, workers=2, store=str(store), display=Recorder(kill))
     assert len(kills) == 3
-    assert sha(run) == sha(whole)
-    assert run.episodes() == whole.episodes()
-
-
-def test_members_of_killed_workers_are_scored_once(store: Path, tmp_path: Path, environments: None) -> None:
-    flag = tmp_path / "slow"
-    flag.touch()
-    algorithm, *others = FAMILY["es"]
-    overrides = [*others, "env.id=environments:paced", "run.steps=8000"]
-    whole = regatta.train(algorithm, overrides, seed=2, workers=0, store=str(store))
-    kills: list[float] = []
-
-    def kill(progress: Any, now: float) -> None:
-        if len(kills) == 2:
-            flag.unlink(missing_ok=True)
-        elif sum(view.steps > 0 for view in progress.workers) == 2 and now - (kills or [0.0])[-1] > 0.4:
-            os.kill(workers_of(os.getpid())[f"worker-{len(kills) % 2}"], signal.SIGKILL)
-            kills.append(now)
-
-    slow = [f"env.kwargs.flag={flag}", "env.kwargs.sleep_s=0.001"]
-    run = regatta.train(algorithm, [*overrides, *slow], seed=2, workers=2, store=str(store), display=Recorder(kill))
-    assert len(kills) == 2
     assert sha(run) == sha(whole)
     assert run.episodes() == whole.episodes()
 
