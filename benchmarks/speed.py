@@ -49,7 +49,7 @@ ENTRIES = {
     "halfcheetah": Entry(speed_ppo.halfcheetah, "ppo", PPO_TASKS[1:], 20, 245),
     "startup": Entry(speed_ppo.startup, "ppo", (speed_ppo.STARTUP,), 40, 80),
     "update": Entry(speed_ppo.update, "ppo", PPO_TASKS, 40, 50),
-    "trpo": Entry(speed_trpo.trpo, "trpo", (speed_trpo.TASK,), 30, 300),
+    "trpo": Entry(speed_trpo.trpo, "trpo", (speed_trpo.TASK,), 30, 360),
     "sac": Entry(speed_sac.sac, "sac", (speed_sac.TASK,), 35, 80),
     "es": Entry(speed_es.es, "es", speed_es.TASKS, 45, 165),
 }
@@ -63,8 +63,8 @@ tasks
   startup                 seconds from starting `regatta train cartpole-ppo` to its exit, beside a script of
                           Stable-Baselines3's with the same settings; the trained policies are then evaluated.
   update                  the learner's update during training beside the same function called alone.
-  trpo                    seconds for ten iterations of 10,000 steps on Pong from RAM, after a first one that does
-                          not count, beside sb3-contrib's (both environments in its process, and one process each)
+  trpo                    seconds for ten iterations of 10,000 steps on Pong from RAM, after two that do not
+                          count, beside sb3-contrib's (both environments in its process, and one process each)
                           and beside the same number of random steps on all cores, without learning.
   sac                     steps per second on HalfCheetah with one gradient step for each, after the first 64.
   es                      steps per second of evolution in three environments, after two generations, beside

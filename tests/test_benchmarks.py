@@ -84,11 +84,15 @@ def test_every_task_is_a_valid_config_that_peers_can_have(speed: ModuleType, ste
             assert json.loads(json.dumps(settings)) == settings
 
 
-def test_trpo_counts_ten_iterations_after_the_first(speed: ModuleType) -> None:
+def test_trpo_counts_ten_iterations_after_two_in_the_presets_environment(speed: ModuleType) -> None:
     bench = speed.Bench(speed.parse(["--task", "trpo"]), None, None)
     settings = bench.settings(bench.words(speed.speed_trpo.TASK), 0)
     assert settings["envs"] * settings["algorithm"]["rollout_steps"] == 10_000
-    assert settings["steps"] == 110_000
+    assert settings["steps"] == 120_000
+    preset = bench.settings(["pong-ram-trpo"], 0)
+    assert [settings[name] for name in ("env", "kwargs", "sizes")] == [
+        preset[name] for name in ("env", "kwargs", "sizes")
+    ]
 
 
 def test_trpo_is_held_against_the_faster_of_the_peers_two_ways(speed: ModuleType) -> None:

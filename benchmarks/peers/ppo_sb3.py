@@ -26,14 +26,17 @@ ACTIVATIONS = {"tanh": torch.nn.Tanh, "relu": torch.nn.ReLU, "elu": torch.nn.ELU
 
 
 class Clock(BaseCallback):
-    """Seconds and steps from the end of the first update to the end of the last."""
+    """Seconds and steps from the end of the first update, or of the one that reaches `skipped` steps, to the last's."""
 
-    started: tuple[float, int] | None = None
-    seconds = 0.0
-    steps = 0
+    def __init__(self, skipped: int = 1) -> None:
+        super().__init__()
+        self.skipped = skipped
+        self.started: tuple[float, int] | None = None
+        self.seconds = 0.0
+        self.steps = 0
 
     def _on_rollout_start(self) -> None:
-        if self.started is None and self.model.num_timesteps > 0:
+        if self.started is None and self.model.num_timesteps >= self.skipped:
             self.started = (time.perf_counter(), self.model.num_timesteps)
 
     def _on_step(self) -> bool:

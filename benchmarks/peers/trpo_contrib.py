@@ -1,4 +1,4 @@
-"""TRPO by sb3-contrib; the environments, the clock and the output are ppo_sb3.py's."""
+"""TRPO by sb3-contrib; the environments and the output are ppo_sb3.py's, and so is the clock, after `skipped` steps."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def train(settings: dict[str, Any]) -> dict[str, Any]:
         seed=settings["seed"],
         device="cpu",
     )
-    clock = Clock()
+    clock = Clock(settings["skipped"])
     model.learn(settings["steps"], callback=clock)
     envs.close()
     return clock.figures()
